@@ -65,7 +65,7 @@ def test_a_step_with_a_number_out_of_range_is_refused_by_name(name: str, value: 
 
 
 def test_a_refusal_stays_short_and_whole_between_processes() -> None:
-    refusal = RequestRefused(f"run {'x' * 10**6!r}: there is none of that name")
+    refusal = RequestRefused(f"run {'x' * 10**6!r}: there is no such run")
     again = pickle.loads(pickle.dumps(refusal))
     assert isinstance(again, RequestRefused) and str(again) == str(refusal)
-    assert len(str(refusal)) < 5000 and str(refusal).endswith("there is none of that name")
+    assert len(str(refusal)) < 5000 and str(refusal).endswith("there is no such run")

@@ -236,7 +236,7 @@ def reverse_kl(batch: AdvantageInputs, *, reward_weight: float = 0.0, normalize_
 
     Its expectation under the policy is minus the KL from policy to teacher at that place, so a step on it is one of
     policy gradient on the reverse KL, token by token without what comes later (Gu et al. 2024, MiniLLM, without its
-    long-term part; Agarwal et al. 2024, GKD, from the policy's own samples alone).
+    long-term part; Agarwal et al. 2024, GKD, from the policy's own samples only).
 
     Args:
         reward_weight: how much of ``grpo``'s advantage is added.

@@ -426,7 +426,7 @@ class LearnerGroup:
     async def accumulate(
         self, run: str, sequences: list[TargetSequence], loss: TokenLoss, *, forward_only: bool = False
     ) -> TokenOutputs:
-        """Add the gradient of a loss, summed over all targets; ``forward_only``: its outputs alone."""
+        """Add the gradient of a loss, summed over all targets; ``forward_only``: only its outputs."""
         found: TokenOutputs = await self._of_runs("accumulate", run, sequences, loss, forward_only=forward_only)
         return found
 
@@ -444,7 +444,7 @@ class LearnerGroup:
         await self._of_runs("load_run", run, str(directory.absolute()), with_optimizer=with_optimizer)
 
     async def write_adapter(self, run: str, directory: Path) -> None:
-        """Write a run's factors as peft's files alone."""
+        """Write only a run's factors, as peft's files."""
         await self._of_runs("write_adapter", run, str(directory.absolute()))
 
     async def _of_runs(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -56,7 +56,7 @@ class ScoringLearner(Protocol):
 
 
 class LogProbCheck:
-    """Compares each engine with the learner once; where adapters are sent alone, at the next sync once more.
+    """Compares each engine with the learner once; where only adapters are sent, at the next sync once more.
 
     A run's first adapter adds nothing to the model, so an engine that leaves it out agrees with the learner.
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--tools", action="store_true", help="run the run's tools on the server's side")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, only this machine)"
     )
     parser.add_argument("--port", metavar="P", type=port_number, default=PORT, help=f"default: {PORT}; 0: a free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"what calls must show (default: {KEY_VARIABLE})")

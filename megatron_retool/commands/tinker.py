@@ -5,10 +5,10 @@ one of a run's checkpoints, which is exported to a temporary directory first. Ea
 training client gets an adapter (LoRA) of its own on that model. Runs, checkpoints
 and sessions are kept in --directory: the same command goes on with them.
 
-The recipes of the cookbook know published names alone: tinker.names says which of
+The recipes of the cookbook know only published names: tinker.names says which of
 them stands for MODEL. tinker.api_key is the key that calls must show; without it
 any key of the right form will do on this machine, and where --host is not this
-machine alone a key is made and printed.
+machine only, a key is made and printed.
 
 examples:
   megatron-retool tinker models/qwen3-8b tinker.names=Qwen/Qwen3-8B
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directory", metavar="DIR", type=Path, default=DIRECTORY, help=f"what is kept (default: {DIRECTORY})"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, only this machine)"
     )
     parser.add_argument("--port", metavar="P", type=port_number, default=PORT, help=f"default: {PORT}; 0: a free one")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")

@@ -32,7 +32,7 @@ _OF_TEXT = {"group": None, "index": 0, "segment": 0, "color": "surprise", "token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="PATH", type=Path, help="a run's directory, runs/<experiment_name>, or runs")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, only this machine)"
     )
     parser.add_argument("--port", metavar="P", type=port_number, default=0, help="default: a free one")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write the page into one HTML file and end")

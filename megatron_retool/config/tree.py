@@ -182,7 +182,7 @@ def _check_adapter_sync(config: Config) -> None:
     """Raise ConfigError where engines cannot compute adapters beside their model."""
     engine, sync = config.rollout.engine, config.weight_sync
     for key, value, plain, why in (
-        ("rollout.engine.backend", engine.backend, "sglang", "SGLang's servers alone load adapters"),
+        ("rollout.engine.backend", engine.backend, "sglang", "only SGLang's servers load adapters"),
         ("rollout.engine.quantization", engine.quantization, None, "syncs bring the weights that are quantised"),
         ("weight_sync.round_to", sync.round_to, None, "syncs bring the weights that are rounded"),
         (

@@ -80,7 +80,7 @@ class AdapterRuns(AdapterSlot):
         run_files.load_run(self, run, directory, with_optimizer=with_optimizer)
 
     def write_adapter(self, run: str, directory: str | Path) -> None:
-        """Write a run's factors as peft's files alone.
+        """Write only a run's factors, as peft's files.
 
         Raises:
             RequestRefused: there is no such run.

@@ -1,7 +1,7 @@
 """Several training runs of adapters on one base model, which take turns in the one set of adapters of the graph.
 
 A run's state is its factors, gradients, optimizer moments and number of steps.  That of the run whose turn it is lies
-in the learner; that of the others in host memory.  A change of turn copies both, values alone: no tensor of the learner
+in the learner; that of the others in host memory.  A change of turn copies both, only values: no tensor of the learner
 is ever replaced, and no two runs share one.
 
 A run may have a smaller rank than the learner's adapters.  The rows of A and the columns of B beyond it are zero and
@@ -83,7 +83,7 @@ class AdapterSlot:
         """Forget a run.
 
         Raises:
-            RequestRefused: there is none of that name.
+            RequestRefused: there is no such run.
         """
         self._state(run)
         del self._runs[run]
@@ -95,7 +95,7 @@ class AdapterSlot:
         """Give a run its turn.
 
         Raises:
-            RequestRefused: there is none of that name.
+            RequestRefused: there is no such run.
         """
         state = self._state(run)
         if run == self._active:
@@ -152,7 +152,7 @@ class AdapterSlot:
 
     def _state(self, run: str) -> RunState:
         if run not in self._runs:
-            raise RequestRefused(f"run {run!r}: there is none of that name")
+            raise RequestRefused(f"run {run!r}: there is no such run")
         return self._runs[run]
 
     def _put_away(self) -> None:

@@ -49,7 +49,7 @@ def wrap(
 def _gather_with_owners(outer: DistributedDataParallel) -> None:
     """Gather the weights of a ParameterList when the module that has it is called, since nothing calls the list itself.
 
-    Without it adapters would compute with what this rank alone has updated.
+    Without it adapters would compute with what only this rank has updated.
     """
     hook = outer._make_forward_pre_hook()
 

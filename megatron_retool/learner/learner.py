@@ -445,7 +445,7 @@ class Learner:
 
         Args:
             sequences: with targets of their own, and the columns that the loss reads.
-            forward_only: compute the outputs alone; gradients stay as they are.
+            forward_only: compute only the outputs; gradients stay as they are.
 
         Returns:
             Log-probs and loss of each target, and the metric loss, their sum.
@@ -575,7 +575,7 @@ class Learner:
         return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers, value)
 
     def export_adapter(self, receivers: Sequence[int] = (0,)) -> Iterator[list[tuple[str, Tensor]]]:
-        """The policy's adapters alone: ``adapters.export_factors``."""
+        """Only the policy's adapters: ``adapters.export_factors``."""
         data_parallel.finish_gathering(self.model_chunks)
         return adapters.export_factors(self.model_chunks, self.architecture, self.config.learner.lora, receivers)
 

@@ -45,7 +45,7 @@ Tensors = dict[str, Tensor]
 
 
 def write_adapter(slot: AdapterSlot, run: str, directory: str | Path) -> None:
-    """Write a run's factors as peft's files alone. Every rank calls it; ``directory`` is replaced if it is there.
+    """Write only a run's factors, as peft's files. Every rank calls it; ``directory`` is replaced if it is there.
 
     Raises:
         RequestRefused: there is no such run.
@@ -84,7 +84,7 @@ def load_run(slot: AdapterSlot, run: str, directory: str | Path, *, with_optimiz
     """Give a run what ``save_run`` wrote, or an adapter that peft did; what it has accumulated is dropped.
 
     Args:
-        with_optimizer: continue with the moments and the number of steps; without it they begin anew.
+        with_optimizer: continue with the moments and the number of steps; without it they begin at zero.
 
     Raises:
         RequestRefused: there is no such run, a file cannot be read, or it is of another rank, alpha, base model or

@@ -79,7 +79,7 @@ class TargetBatch:
                 have different columns.
         """
         if not sequences:
-            raise RequestRefused("sequences: there is none: give at least one")
+            raise RequestRefused("sequences: the list is empty: give at least one")
         names = set(sequences[0].columns)
         longest, vocab_size = architecture.longest_text, architecture.vocab_size
         for number, sequence in enumerate(sequences):

@@ -323,7 +323,8 @@ def weight_sync_seconds(
     The export assembles bucket by bucket where all other shards arrive (nothing arrives where one rank has everything):
     on rank 0, or with "tensor" beside every engine at once, from the same node where that holds a whole model.  Then
     "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model once and every
-    engine reads it.  An adapter alone is one bucket, which "distributed" sends to one engine after another, in base64.
+    engine reads it.  An adapter without the weights is one bucket, which "distributed" sends to one engine after
+    another, in base64.
     """
     size = weight_sync_bytes(architecture, config.learner)
     alone = config.learner.lora.sends_adapter

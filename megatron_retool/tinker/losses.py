@@ -1,7 +1,7 @@
 """Tinker's losses in the learner's words: which inputs a loss takes, and the columns and arguments they become.
 
 The mathematics is ``algorithms/token_losses.py``. An input that a loss does not know is refused: without it the loss
-would be another one, and nobody would see it.
+would be another one, and no test would see it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protobuf messages of the Tinker protocol (SDK 0.38.0), stated as a table, from which their classes are made.
 
 A row is a field's number, name and type. A type is a scalar's or a message's name; ``T*`` is repeated, ``T?`` optional,
-and ``{T}`` a map from text. The wire has numbers and types alone, so the names here are ours. Fields that the server
+and ``{T}`` a map from text. The wire has only numbers and types, so the names here are ours. Fields that the server
 does not read (where a datum's tokens come from, say) are left out: protobuf skips them.
 """
 

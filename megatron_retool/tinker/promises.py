@@ -1,7 +1,7 @@
 """Results that clients come for later: every long call is answered at once by the id of a promise.
 
 A client asks for a promise's result until it has it, and may ask again after a connection was lost. So a result is kept
-for a while after it was taken, longer if nobody has taken it yet, and all of them share a bound of memory. An id is
+for a while after it was taken, longer if no client has taken it yet, and all of them share a bound of memory. An id is
 made of the request's own number: the same request sent twice finds the same promise, and its work is done once.
 """
 

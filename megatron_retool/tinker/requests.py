@@ -400,7 +400,7 @@ def _prompt(body: Json, vocabulary: int) -> Int64Array:
     for place, chunk in enumerate(items(mapping(body, "prompt"), "chunks", "prompt.")):
         where = f"prompt.chunks[{place}]"
         if chunk.get("type", "encoded_text") != "encoded_text":
-            raise unsupported(f"{where}.type={quoted(chunk.get('type'), 60)}", "the model reads text alone")
+            raise unsupported(f"{where}.type={quoted(chunk.get('type'), 60)}", "the model reads only text")
         parts.append(_token_list(chunk.get("tokens"), f"{where}.tokens", vocabulary))
     prompt = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     if not len(prompt):

@@ -114,7 +114,7 @@ def _read_datum(datum: Any, where: str, budget: _Budget) -> Datum:
     for place, chunk in enumerate(datum.model_input):
         at = f"{where}.model_input.chunks[{place}]"
         if chunk.HasField("image") or chunk.HasField("audio"):
-            raise RequestRefused(f"{at}: the model reads text alone: images and audio are not supported")
+            raise RequestRefused(f"{at}: the model reads only text: images and audio are not supported")
         parts.append(_numbers(chunk.text.tokens, INT32, at))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     if not len(tokens):

@@ -135,7 +135,7 @@ def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
         if not isinstance(part, dict):
             raise invalid(where, f"expected an object, got {_kind(part)}")
         if part.get("type") not in kinds:
-            raise unsupported(f"{where}.type", f"{part.get('type')!r:.40}; the model reads text alone")
+            raise unsupported(f"{where}.type", f"{part.get('type')!r:.40}; the model reads only text")
         found.append(text(part, "refusal" if part["type"] == "refusal" else "text", f"{where}."))
     return "".join(found)
 

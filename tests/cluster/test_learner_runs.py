@@ -106,13 +106,13 @@ def test_runs_on_real_ranks_and_wrong_requests_between_them(directory: Path) -> 
     for first, second in zip(found["read"].log_probs, found["again"].log_probs, strict=True):
         np.testing.assert_array_equal(first, second)
     said = found["said"]
-    assert "run 'three': there is none of that name" in said["run"]
+    assert "run 'three': there is no such run" in said["run"]
     assert "loss='stable_reinforce' is not one of cross_entropy" in said["loss"]
     assert "nothing was accumulated" in said["nothing"]
     assert "rank=8: this learner has ranks of 1 to learner.lora.rank=4" in said["rank"]
     assert "nowhere has no adapter_config.json" in said["files"]
     assert "was not written" in said["disk"]
-    assert "run 'two': there is none of that name" in said["deleted"]
+    assert "run 'two': there is no such run" in said["deleted"]
     assert {path.name for path in (directory / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -406,7 +406,7 @@ def test_what_is_no_file_of_the_run_is_refused_by_name_and_changes_nothing(saved
     assert "load it into a learner of the same model" in said["base"]
     assert "has no optimizer.safetensors: load it without the optimizer" in said["optimizer"]
     assert "optimizer.safetensors is not of this run's adapter" in said["moments"]
-    assert "run 'never': there is none of that name" in said["unknown"]
+    assert "run 'never': there is no such run" in said["unknown"]
     assert "run 'one': there is one already" in said["twice"]
     assert "rank=5: this learner has ranks of 1 to learner.lora.rank=4" in said["large"]
     assert "alpha=-1.0: give a number above 0" in said["negative"] and "seed=-1" in said["seed"]
