@@ -198,7 +198,7 @@ def test_file_exists(page: str, name: str) -> None:
     assert any((place / name).exists() for place in places), f"{page} names {name}"
 
 
-@pytest.mark.parametrize(("page", "module"), named(r"python -m (?!tinker_cookbook)([\w.]+)"))
+@pytest.mark.parametrize(("page", "module"), named(r"python -m (?!tinker_cookbook|sglang)([\w.]+)"))
 def test_module_exists(page: str, module: str) -> None:
     path = ROOT / module.replace(".", "/")
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()

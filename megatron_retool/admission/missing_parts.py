@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conversion.model import rules
-from conversion.model.config_reader import ConfigReader, shown
+from conversion.model import attention_config, config_reader, expert_config, hf_config, position_config, rules
+from conversion.model.config_reader import shown
 from conversion.model.family import built_in_families
 from conversion.model.stacked import tensor_of
 from megatron_retool.admission.modelling_code import ModellingCode, modelling_code
 from megatron_retool.admission.tiny_model import transformers_config
 
+_READING = (attention_config, config_reader, expert_config, hf_config, position_config)
+"""What families' readers are made of."""
 _BY_KEY: tuple[tuple[str, str], ...] = (
     ("final_logit_softcapping", "soft-capped logits"),
     ("attn_logit_softcapping", "soft-capped attention scores"),
@@ -129,8 +131,8 @@ def _keys_of_readers() -> frozenset[str]:
     """The texts in the readers' sources, of which keys are a part; but for those that readers only ever refuse."""
     texts, refused = set[str](), set[str]()
     readers = {family.read.__module__ for family in built_in_families().values()}
-    for module in (ConfigReader.__module__, *readers):
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for module in (*_READING, *(sys.modules[name] for name in sorted(readers))):
+        tree = ast.parse(inspect.getsource(module))
         arguments = {
             argument
             for node in ast.walk(tree)

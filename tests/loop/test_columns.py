@@ -140,7 +140,7 @@ def test_a_schedule_gives_each_step_its_kl_in_the_loss(schedule):
             return {"actor/lr": 1.0}
 
     config = load_config(None, ["algorithm.kl_in_loss=0.5", *schedule])
-    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None, teachers=None)
     for step in (1, 3, 9):
         updates = asyncio.run(update_actor(run, [make_batch(*four())] * 2, step, StepTimer()))
         assert [update["actor/kl_coef"] for update in updates] == asked[-2:]
@@ -197,8 +197,8 @@ def test_the_reference_is_asked_where_a_loss_declares_it(tmp_path, declared):
             return {**columns, "metrics": {}}
 
     config = load_config(None, [f"algorithm.policy_loss={tmp_path}/own.py:loss"])
-    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
-    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None, teachers=None)
+    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), four(), StepTimer()))
     assert ("ref_log_probs" in batch.columns) == declared
     if declared:
         assert np.all(batch.columns["ref_log_probs"] == -1.0)
@@ -210,8 +210,8 @@ def test_routing_flips_are_a_column_where_the_engines_experts_were_replayed():
             columns = {name: np.zeros(batch.num_response_tokens) for name in ("log_probs", "entropy")}
             return {**columns, "metrics": {}, "routing_flips": np.arange(batch.num_response_tokens)}
 
-    run = SimpleNamespace(config=load_config(None, []), learner=Learner(), critic=None)
-    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
+    run = SimpleNamespace(config=load_config(None, []), learner=Learner(), critic=None, teachers=None)
+    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), four(), StepTimer()))
     np.testing.assert_array_equal(batch.columns["routing_flips"], np.arange(batch.num_response_tokens))
 
 
@@ -229,8 +229,8 @@ def test_the_experts_of_the_old_log_probs_are_the_updates_and_the_references():
     )
     batch = TrajectoryBatch.from_trajectories(four())
     rows = np.arange(2 * int(batch.total_lengths.sum()), dtype=np.uint8).reshape(-1, 1, 2)
-    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
-    batch, metrics = asyncio.run(add_log_probs(run, batch, StepTimer()))
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None, teachers=None)
+    batch, metrics = asyncio.run(add_log_probs(run, batch, [], StepTimer()))
     assert metrics == {"seen": 1.0}
     assert [reference for reference, _ in asked] == [False, True] and asked[0][1] is None
     batch = batch.with_columns(keep=batch.loss_mask)

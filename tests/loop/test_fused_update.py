@@ -127,7 +127,7 @@ def learn_steps(layout: dict[str, Any], world_size: int, case: str, fuse: str, h
     sampled_by_an_engine(config, rows, own, reject_first=case == "first_of_two_rejected")
     group = InProcess(learner)
     phases = SimpleNamespace(training=lambda: asyncio.sleep(0))
-    run: Any = SimpleNamespace(config=config, learner=group, critic=None, gpu_phases=phases)
+    run: Any = SimpleNamespace(config=config, learner=group, critic=None, teachers=None, gpu_phases=phases)
     state = TrainerState.first(config)
     found: dict[str, Any] = {}
     for step in STEPS:
