@@ -247,7 +247,7 @@ class Stages:
 def _whole_model() -> list[str]:
     """Overrides without adapters: the demo's model begins with random values, which adapters would leave alone."""
     lora = dataclasses.asdict(LoraConfig())
-    return [f"learner.lora.{name}={value}".replace("'", "") for name, value in lora.items()]
+    return [f"learner.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
 
 
 def _names(config: Config, stage: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch  # noqa: F401 (importing it starts a program, which FakeCommands wo
 from rich.console import Console
 
 from megatron_retool import interruption, pipeline
-from megatron_retool.config import ConfigError, load_config
+from megatron_retool.config import ConfigError, LoraConfig, load_config
 from megatron_retool.pipeline import Stages, run_pipeline, run_training
 from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import (
@@ -198,6 +198,11 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
         }[name]  # fmt: skip
     with pytest.raises(ConfigError, match=r"trainer\.at_end: 'exprot' is not one of export, report, summary"):
         load_config(None, ["trainer.at_end=[exprot]"])
+
+
+def test_the_base_is_trained_whole_whatever_the_run_does():
+    with_adapters = ["learner.lora.rank=8", "learner.lora.targets=[attention]", "learner.lora.sync=adapter"]
+    assert load_config(None, [*with_adapters, *pipeline._whole_model()]).learner.lora == LoraConfig()
 
 
 def test_single_commands_of_the_demo_find_the_base_too(tmp_path):
