@@ -38,6 +38,8 @@ RUN_ELSEWHERE = {
     r"configs/demo_lora_cpu\.yaml": "tests/end_to_end/test_adapters.py runs it, made small",
     r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
     r"^lm_eval ": "a package of its own",
+    r"-m sglang\.launch_server": "tests/end_to_end/test_distillation.py starts a teacher",
+    r"^megatron-retool tinker ": "tests/end_to_end/test_tinker.py starts it",
     r"models/MiniMax-M2": "230 B parameters; tests/conversion/test_fp8_source.py converts small ones",
 }
 RESOLVED_ONLY = {
