@@ -138,6 +138,6 @@ MAKE_FULL_PRECISION = (
     "start from the full-precision weights, which conversion/hf_to_mcore.py and mcore_to_hf.py make of block FP8, "
     "MXFP4 and what compressed-tensors and ModelOpt write"
 )
-"""What to do with quantised weights that are read by conversions alone."""
+"""What to do with quantised weights that only conversions read."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of attention that layer_types names."""

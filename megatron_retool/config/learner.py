@@ -137,8 +137,8 @@ class LoraConfig:
     """Directory with the files of peft (adapter_config.json, adapter_model.safetensors) that the policy's adapters
     begin with, in place of fresh ones. Their rank, alpha and targets have to be these."""
     sync: str = choice("merged", "adapter")
-    """What a weight sync sends. merged: all weights, adapters merged into them, which every engine takes. adapter: the
-    adapters alone, of a large model a hundredth of the bytes; requests under way end on the version they began with."""
+    """What a weight sync sends. merged: all weights, adapters merged into them, which every engine takes. adapter: only
+    the adapters, of a large model a hundredth of the bytes; requests under way end on the version they began with."""
 
     @property
     def sends_adapter(self) -> bool:

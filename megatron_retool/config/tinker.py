@@ -10,8 +10,8 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, posit
 @dataclass(frozen=True)
 class TinkerConfig:
     names: list[str] = field(default_factory=list)
-    """Names by which clients may call the model, beside that of its directory. The cookbook's recipes know published
-    names alone, such as Qwen/Qwen3-8B."""
+    """Names by which clients may call the model, beside that of its directory. The cookbook's recipes know only
+    published names, such as Qwen/Qwen3-8B."""
     api_key: str | None = None
     """What every call must show; it begins with tml-, as clients demand. null: any key on loopback, elsewhere one that
     is made and printed."""

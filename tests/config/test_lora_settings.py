@@ -34,7 +34,7 @@ SYNC = "learner.lora.sync=adapter"
         (["learner.lora.alpha=8"], "learner.lora.alpha=8.0: nothing reads it .* learner.lora.rank above 0"),
         (["learner.lora.sync=adapter"], "learner.lora.sync=adapter: nothing reads it"),
         ([RANK, "learner.lora.sync=none"], "learner.lora.sync=none must be one of merged, adapter"),
-        ([RANK, SYNC, "rollout.engine.backend=transformers"], "backend=transformers: SGLang's servers alone"),
+        ([RANK, SYNC, "rollout.engine.backend=transformers"], "backend=transformers: only SGLang's servers"),
         ([RANK, SYNC, "rollout.engine.quantization=fp8"], "rollout.engine.quantization=fp8: .* Set it to null, or"),
         ([RANK, SYNC, "weight_sync.round_to=int8"], "weight_sync.round_to=int8: syncs bring the weights"),
         ([RANK, SYNC, "trainer.deterministic=true"], "with learner.lora.sync=adapter which requests share a forward"),

@@ -254,7 +254,7 @@ def _refusals(directory: Path) -> dict[str, str]:
 
 def test_a_wrong_request_is_refused_by_name_and_changes_nothing(dense: Path) -> None:
     said = run_ranks(_refusals, 1, dense / "refusals", dense)
-    assert "sequences: there is none" in said["none"]
+    assert "sequences: the list is empty" in said["none"]
     assert "loss='stable_reinforce' is not one of cross_entropy, importance_sampling" in said["loss"]
     assert "rollout_log_probs: the loss needs this column" in said["column"]
     assert "sequences[5]: has the columns []" in said["columns"]

@@ -104,7 +104,7 @@ def test_a_few_bytes_that_claim_a_huge_tensor_take_no_memory():
         (lambda d: d.ClearField("model_input"), r"data\[0\].model_input: it has no tokens"),
         (
             lambda d: d.model_input.add().image.MergeFrom(MESSAGES["Image"](data=b"x")),
-            r"chunks\[1\]: the model reads text",
+            r"chunks\[1\]: the model reads only text",
         ),
         (lambda d: setattr(d.model_input[0].text, "tokens", b"abc"), "3 bytes are no whole number of 4-byte numbers"),
         (lambda d: setattr(d.loss_fn_inputs["a"], "dtype", 9), "dtype 9 is none of"),
