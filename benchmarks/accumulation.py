@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from benchmarks.learner_work import (
     kind_of_seconds,
     learner_settings,
     long_tailed_batch,
-    median_ratio,
+    print_ratios,
     qwen2,
     random_learner,
 )
@@ -97,9 +96,7 @@ def main() -> None:
     }
     times = in_turns(sides, options.steps, 2, device)
     seconds = {name: [each.of(device) for each in found] for name, found in times.items()}
-    ratios = {name: median_ratio(found, seconds["update"]) for name, found in seconds.items()}
-    for name, found in seconds.items():
-        print(f"{name}: {statistics.median(found):.4f} s, ratio {ratios[name]:.2f}")
+    ratios = print_ratios(seconds)
     updating.close()
     if options.bar is not None and ratios["accumulate and apply"] > options.bar:
         raise SystemExit(f"ratio {ratios['accumulate and apply']:.2f} is above --bar {options.bar}")

@@ -107,6 +107,15 @@ def random_lengths(count: int, mean: int, longest: int, seed: int) -> np.ndarray
     return np.clip(rng.lognormal(np.log(mean) - 0.08, 0.4, count), 2, longest).astype(np.int64)
 
 
+def print_ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Print each side's median, and return its ratio to the first side's."""
+    first = next(iter(seconds.values()))
+    ratios = {name: median_ratio(found, first) for name, found in seconds.items()}
+    for name, found in seconds.items():
+        print(f"{name}: {statistics.median(found):.4f} s, ratio {ratios[name]:.2f}")
+    return ratios
+
+
 class Seconds(NamedTuple):
     """Of the clock, and of the process's CPU time."""
 

@@ -22,7 +22,7 @@ from megatron_retool.runs.files import atomic_write, write_text
 from megatron_retool.untrusted import quoted
 
 PREFIX = "base_model.model."
-"""Of the names of tensors in peft's files."""
+"""What tensors' names in peft's files begin with."""
 
 
 def write_peft(directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> None:

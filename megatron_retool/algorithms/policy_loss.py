@@ -26,7 +26,7 @@ from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSetti
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 MAX_LOG_RATIO = 20.0
-"""Of a token, in either direction: e^20 is far outside any clip range, and products with it stay finite."""
+"""Largest log ratio of a token, up or down: e^20 is far outside any clip range, and products with it stay finite."""
 # GSPO's ratio is a geometric mean: e^10 is far outside any clip range, and the product with an advantage stays finite.
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 _COMMON_METRICS = ("actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/grad_norm", "actor/lr")

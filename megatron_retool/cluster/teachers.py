@@ -45,24 +45,24 @@ class Teachers:
     def __init__(self, config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
         self._config = config
         self._encode = encode
-        self._teachers: dict[str, _Teacher] = {}
-        self._clients: list[_Teacher] = []
+        self._by_source: dict[str, _Teacher] = {}
+        self._teachers: list[_Teacher] = []
 
     async def __aenter__(self) -> Teachers:
-        self._clients = [_Teacher(settings, self._config) for settings in self._config.teachers]
-        self._teachers = {
-            source: teacher for teacher in self._clients for source in teacher.settings.data_sources or [""]
+        self._teachers = [_Teacher(settings, self._config) for settings in self._config.teachers]
+        self._by_source = {
+            source: teacher for teacher in self._teachers for source in teacher.settings.data_sources or [""]
         }
         try:
             if self._config.check_tokenizer:
-                await asyncio.gather(*(teacher.check_tokenizer(self._encode) for teacher in self._clients))
+                await asyncio.gather(*(teacher.check_tokenizer(self._encode) for teacher in self._teachers))
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for teacher in self._clients:
+        for teacher in self._teachers:
             await teacher.client.close()
 
     async def log_probs(self, batch: TrajectoryBatch, data_sources: Sequence[str]) -> FloatArray:
@@ -98,7 +98,7 @@ class Teachers:
         return found
 
     def _teacher_of(self, data_source: str) -> _Teacher:
-        teacher = self._teachers.get(data_source) or self._teachers.get("")
+        teacher = self._by_source.get(data_source) or self._by_source.get("")
         if teacher is None:
             raise ConfigError(
                 f"algorithm.distillation.teachers: no teacher names the data source {data_source!r}: add it to one's "

@@ -55,7 +55,7 @@ class JudgeConfig:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
     """Further fields of each request."""
     max_characters: int = at_least_one(60_000)
-    """Of the prompt, response and answer each; the middle of a longer one is left out."""
+    """Longest prompt, response or answer that the judge is sent; the middle of a longer one is left out."""
     max_concurrent: int = at_least_one(32, maximum=4096)
     """Requests at a time."""
     requests_per_minute: int | None = at_least_one(None)

@@ -77,7 +77,7 @@ class PreferenceDataset:
                 if len(complete) < 2 or pair[0] == pair[1]:
                     dropped += 1
                     continue
-                truncated += any(len(side.ids) < len(before.ids) for side, before in zip(complete, whole, strict=True))
+                truncated += any(side is not before for side, before in zip(complete, whole, strict=True))
                 kept += complete
         if not kept:
             raise DataError(
@@ -85,14 +85,8 @@ class PreferenceDataset:
                 f"max_length={max_length}; raise it"
             )
         self._batch = as_trajectory_batch(kept)
-        self.counts = SFTCounts(
-            rows=rows,
-            dropped=dropped,
-            truncated=truncated,
-            kept=len(kept) // 2,
-            tokens=int(self._batch.total_lengths.sum()),
-            trained_tokens=int(self._batch.loss_mask.sum()),
-            unit="pairs",
+        self.counts = SFTCounts.of(
+            self._batch, len(kept) // 2, rows=rows, dropped=dropped, truncated=truncated, unit="pairs"
         )
         logger.info("%s: %s", ", ".join(files), self.counts)
 

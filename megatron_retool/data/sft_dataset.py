@@ -45,6 +45,14 @@ class SFTCounts:
     trained_tokens: int
     unit: str = "conversations"
 
+    @classmethod
+    def of(
+        cls, batch: TrajectoryBatch, kept: int, *, rows: int, dropped: int, truncated: int, unit: str = "conversations"
+    ) -> SFTCounts:
+        """Those of ``kept`` conversations or pairs, which ``batch`` has."""
+        tokens, trained = int(batch.total_lengths.sum()), int(batch.loss_mask.sum())
+        return cls(rows, dropped, truncated, kept, tokens, trained, unit)
+
     def __str__(self) -> str:
         text = f"{self.kept} {self.unit}, {self.tokens} tokens of which {self.trained_tokens} trained"
         if self.dropped:
@@ -97,14 +105,7 @@ class SFTDataset:
                 f"{', '.join(files)}: none of the {rows} conversations fits into max_length={max_length}; raise it"
             )
         self._batch = as_trajectory_batch(kept)
-        self.counts = SFTCounts(
-            rows=rows,
-            dropped=dropped,
-            truncated=truncated,
-            kept=len(kept),
-            tokens=int(self._batch.total_lengths.sum()),
-            trained_tokens=int(self._batch.loss_mask.sum()),
-        )
+        self.counts = SFTCounts.of(self._batch, len(kept), rows=rows, dropped=dropped, truncated=truncated)
         logger.info("%s: %s", ", ".join(files), self.counts)
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -331,11 +331,23 @@ class MergedWeights:
         return parameter.dtype if id(parameter) in self._adapters else weight_value(parameter).dtype
 
 
-def export_factors(
-    chunks: Sequence[torch.nn.Module], architecture: Architecture, settings: LoraConfig, receivers: Sequence[int] = (0,)
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Whole factors by the names of PEFT's files without their prefix, in one bucket on the ranks ``receivers`` and
-    none elsewhere. Every rank must drain the iterator."""
+def gather_factors(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    settings: LoraConfig,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
+    keep: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    receivers: Sequence[int] = (0,),
+) -> dict[str, Tensor]:
+    """Whole factors by the names of PEFT's files without their prefix, on the ranks ``receivers``; empty elsewhere.
+
+    Every rank calls it.
+
+    Args:
+        settings: of the adapters.
+        value: what to gather of this rank's part of a factor, in its shape.
+        keep: what to keep of each tensor when it arrives, given its Hugging Face name.
+    """
     adapted = [mapping for mapping in WeightMap(architecture) if target_of(mapping) in settings.targets]
     mappings = [factor for mapping in adapted for factor in factor_mappings(mapping, settings.rank)]
     own: dict[str, Tensor] = {}
@@ -343,13 +355,21 @@ def export_factors(
         named = zip(factor_mappings(adapter.mapping, adapter.rank), (*adapter.a, *adapter.b), strict=True)
         own.update({factor.mcore_name: parameter for factor, parameter in named})
     parts: dict[str, dict[int, Tensor]] = {}
-    for bucket in gather_mapped(own, mappings, Tensor.detach, receivers):
+    for bucket in gather_mapped(own, mappings, value, receivers):
         for name, tensor in bucket:
             whole, first = peft_tensor(name)
-            parts.setdefault(whole, {})[first] = tensor
-    if parts:
-        # Sections of a matrix that is fused on disk have factors B of their own.
-        yield [(name, torch.cat([rows[first] for first in sorted(rows)])) for name, rows in parts.items()]
+            parts.setdefault(whole, {})[first] = keep(name, tensor)
+    # Sections of a matrix that is fused on disk have factors B of their own.
+    return {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in parts.items()}
+
+
+def export_factors(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, settings: LoraConfig, receivers: Sequence[int] = (0,)
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """``gather_factors`` in one bucket on the ranks ``receivers`` and none elsewhere. Every rank must drain it."""
+    factors = gather_factors(chunks, architecture, settings, receivers=receivers)
+    if factors:
+        yield list(factors.items())
 
 
 @contextlib.contextmanager

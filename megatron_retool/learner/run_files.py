@@ -27,14 +27,14 @@ from conversion.files.directory import publish
 from conversion.files.dist_checkpoint import DistCheckpointError
 from conversion.files.peft_config import PeftFilesError
 from conversion.files.peft_files import PeftFiles, factor_shapes, write_peft
-from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
+from conversion.model.adapter_map import factor_mappings, peft_tensor
 from conversion.model.weight_map import Mapping, WeightMap, shard
 from megatron_retool.config import LoraConfig
 from megatron_retool.learner import data_parallel
 from megatron_retool.learner.adapter_slot import AdapterSlot, padded
-from megatron_retool.learner.adapters import Adapter, adapters, stored_factors
+from megatron_retool.learner.adapters import Adapter, adapters, gather_factors, stored_factors
 from megatron_retool.learner.checkpoint.state import adapter_record, optimizer_step
-from megatron_retool.learner.weights import all_gather_gradient_shards, gather_mapped, gradient_value
+from megatron_retool.learner.weights import all_gather_gradient_shards, gradient_value
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.target_sequences import RequestRefused
@@ -181,27 +181,13 @@ def _factors(slot: AdapterSlot, settings: LoraConfig) -> Tensors:
 
 
 def _gathered(slot: AdapterSlot, settings: LoraConfig, value: Callable[[Tensor], Tensor]) -> Tensors:
-    learner = slot.learner
-    mappings = _all_factors(WeightMap(learner.architecture), slot.settings)
-    own: dict[str, Tensor] = {factor.mcore_name: parameter for factor, parameter in _own_factors(slot)}
-    parts: dict[str, dict[int, Tensor]] = {}
-    for bucket in gather_mapped(own, mappings, value):
-        for name, tensor in bucket:
-            peft_name, first = peft_tensor(name)
-            kept = tensor[: settings.rank] if ".lora_A." in name else tensor[:, : settings.rank]
-            parts.setdefault(peft_name, {})[first] = kept.to("cpu", copy=True)
-    return {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in parts.items()}
+    """``gather_factors`` of the run's rank, in host memory."""
 
+    def of_the_run(name: str, tensor: Tensor) -> Tensor:
+        kept = tensor[: settings.rank] if ".lora_A." in name else tensor[:, : settings.rank]
+        return kept.to("cpu", copy=True)
 
-def _all_factors(weight_map: WeightMap, settings: LoraConfig) -> list[Mapping]:
-    adapted = (mapping for mapping in weight_map if target_of(mapping) in settings.targets)
-    return [factor for mapping in adapted for factor in factor_mappings(mapping, settings.rank)]
-
-
-def _own_factors(slot: AdapterSlot) -> Iterator[tuple[Mapping, Parameter]]:
-    for adapter in adapters(slot.learner.model_chunks):
-        parameters = (*adapter.a, *adapter.b)
-        yield from zip(factor_mappings(adapter.mapping, adapter.rank), parameters, strict=True)
+    return gather_factors(slot.learner.model_chunks, slot.learner.architecture, slot.settings, value, of_the_run)
 
 
 # --- the optimizer's state ----------------------------------------------------------------------------------------
