@@ -11,6 +11,8 @@ rloo                          mean reward of the *other* members of the group   
 reinforce_plus_plus           mean reward-to-go over all tokens of the batch                        arXiv:2501.03262
 reinforce_plus_plus_baseline  mean reward of the group, then whitened over the batch                arXiv:2501.03262
 gae                           a critic's value of the state                                         arXiv:1506.02438
+reverse_kl                    what a teacher says of the token                                      arXiv:2306.08543
+zero                          none: every advantage is 0
 ============================  ====================================================================  =================
 
 Statistics are those of the whole batch handed in: call with all groups of a step, never with a rank's share.
@@ -246,6 +248,12 @@ def reverse_kl(batch: AdvantageInputs, *, reward_weight: float = 0.0, normalize_
     advantages = torch.where(batch.loss_mask, batch.ref_log_probs - batch.old_log_probs, 0.0)
     of_rewards, returns = grpo(batch, normalize_by_std=normalize_by_std)
     return Advantages(advantages + reward_weight * of_rewards, returns)
+
+
+@advantage_estimators.register("zero")
+def zero(batch: AdvantageInputs) -> Advantages:
+    """No advantage: only terms beside the policy gradient teach, such as the divergence from a teacher."""
+    return Advantages(torch.zeros(len(batch.loss_mask)), batch.per_token(batch.scores))
 
 
 def _of_responses(batch: AdvantageInputs, relative: Tensor) -> Advantages:

@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
         "reinforce_plus_plus_baseline": (Need.GROUPS,),
         "gae": (Need.CRITIC,),
         "reverse_kl": (Need.REFERENCE,),
+        "zero": (),
     },
     "policy_loss": {"clip": (), "gspo": (), "cispo": (), "policy_gradient": ()},
     "loss_aggregation": {

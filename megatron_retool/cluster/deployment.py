@@ -28,7 +28,7 @@ from megatron_retool.cluster.placement import Placement, check_weight_sync, need
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.cluster.stopped_processes import end_stopped_processes
-from megatron_retool.cluster.teachers import Teachers
+from megatron_retool.cluster.teachers import Teachers, check_teacher_files
 from megatron_retool.config import Config, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -113,13 +113,17 @@ class Deployment:
         self.rewards = self._stack.enter_context(
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )
-        if self.with_learner and config.algorithm.distillation.teachers:
+        distillation = config.algorithm.distillation
+        if self.with_learner and distillation.teachers:
 
             def encode(text: str) -> list[int]:
                 return list(tokenizer.encode(text, add_special_tokens=False))
 
-            with self.activities.part("asking the teachers"):
-                self.teachers = await self._stack.enter_async_context(Teachers(config.algorithm.distillation, encode))
+            if distillation.served:
+                with self.activities.part("asking the teachers"):
+                    self.teachers = await self._stack.enter_async_context(Teachers(distillation, encode))
+            elif distillation.check_tokenizer:
+                check_teacher_files(distillation, encode)
         await asyncio.sleep(0)  # starting takes seconds in which nothing is awaited: here it can be cancelled
         await self._start_tools(placement, client)
         await asyncio.sleep(0)

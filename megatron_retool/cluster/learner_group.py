@@ -119,13 +119,15 @@ class LearnerWorker:
 
         settings = self.config.learner
         critic = self.role == "critic"
+        algorithm = self.config.algorithm
         self.learner = Learner(
             self.config,
             optimizer=settings.critic.optimizer if critic else settings.optimizer,
             total_optimizer_steps=total_optimizer_steps,
             hf_dir=self.config.model.path,
             mcore_dir=self.config.model.mcore_path,
-            with_reference=not critic and self.config.algorithm.keeps_reference,
+            with_reference=not critic and algorithm.keeps_reference,
+            with_teacher=not critic and bool(algorithm.distillation.teacher_path),
             role="critic" if critic else "actor",
         )
         return socket.gethostname()

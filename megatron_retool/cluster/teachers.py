@@ -107,6 +107,40 @@ class Teachers:
         return teacher
 
 
+def check_teacher_files(config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
+    """Compare the tokenizer of the teacher that the learner computes with the policy's.
+
+    Args:
+        encode: as for ``Teachers``.
+
+    Raises:
+        ConfigError: it is another one, or the teacher's directory has none, where check_tokenizer is true.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.teacher_path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"algorithm.distillation.teachers[0].path={config.teacher_path} has no tokenizer to compare with the "
+            f"policy's ({error}): put its files there, or set algorithm.distillation.check_tokenizer=false if you know "
+            "that it is the policy's"
+        ) from error
+    for text in PROBES:
+        tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+        _check_encoding(config.teacher_path, text, tokens, encode(text))
+
+
+def _check_encoding(teacher: str, text: str, tokens: list[int], own: list[int]) -> None:
+    if tokens != own:
+        place = len(os.path.commonprefix([own, tokens]))
+        raise ConfigError(
+            f"the teacher {teacher} has another tokenizer than the policy: token {place} of {text[:30]!r}… is "
+            f"{tokens[place : place + 1]} there and {own[place : place + 1]} here. Its log-probs are of other tokens: "
+            "take a teacher of the same family"
+        )
+
+
 class _Teacher:
     """One server."""
 
@@ -147,14 +181,7 @@ class _Teacher:
                     "it with its tokenizer, or set algorithm.distillation.check_tokenizer=false if you know that it "
                     "has the policy's"
                 ) from error
-            own = encode(text)
-            if tokens != own:
-                place = len(os.path.commonprefix([own, tokens]))
-                raise ConfigError(
-                    f"the teacher {self.settings.url} has another tokenizer than the policy: token {place} of "
-                    f"{text[:30]!r}… is {tokens[place : place + 1]} there and {own[place : place + 1]} here. Its "
-                    "log-probs are of other tokens: take a teacher of the same family"
-                )
+            _check_encoding(self.settings.url, text, tokens, encode(text))
 
     async def _tokenized(self, text: str) -> Any:
         return await self.client.request("/tokenize", {"prompt": text, "add_special_tokens": False}, self._timeout)

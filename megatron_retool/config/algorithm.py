@@ -113,7 +113,8 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, reverse_kl (on-policy distillation,
-    see distillation), or one's own: path/to/file.py:function or package.module:function."""
+    see distillation), zero (only distillation.divergence teaches), or one's own: path/to/file.py:function or
+    package.module:function."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator; those that it has in common with this section are filled from here."""
     normalize_by_std: bool = True
@@ -229,8 +230,8 @@ class AlgorithmConfig:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the learner keeps the initial policy: it is asked for, and no teacher stands in its place."""
-        return Need.REFERENCE in self.needs and not self.distillation.teachers
+        """Whether the learner keeps a frozen model: the initial policy where one is asked for, or a teacher."""
+        return bool(self.distillation.teacher_path) or (Need.REFERENCE in self.needs and not self.distillation.teachers)
 
     def _needs_of(self, name: str) -> Collection[Need]:
         """What the object that setting ``name`` names needs of the run; ExtensionError as ``Registry.bind``.
@@ -298,22 +299,28 @@ class AlgorithmConfig:
     def _check_distillation(self, needs: Mapping[Need, str]) -> None:
         self.distillation.check()
         teachers = "algorithm.distillation.teachers"
-        if self.distillation.teachers and Need.REFERENCE not in needs:
+        compares = self.distillation.divergence != "none"
+        if self.distillation.teachers and Need.REFERENCE not in needs and not compares:
             raise ConfigError(
-                f"{teachers} score responses for nothing: set algorithm.advantage=reverse_kl, or kl_in_loss or "
-                "kl_in_reward above 0, or leave them out"
+                f"{teachers} score responses for nothing: set algorithm.advantage=reverse_kl, kl_in_loss or "
+                "kl_in_reward above 0, or algorithm.distillation.divergence, or leave them out"
+            )
+        if self.advantage == "zero" and not compares:
+            raise ConfigError(
+                "algorithm.advantage=zero without algorithm.distillation.divergence teaches nothing: set that, or "
+                "another advantage"
+            )
+        if self.advantage in ("reverse_kl", "zero") and self.dynamic_sampling.enable and not self.reward_weight:
+            raise ConfigError(
+                f"algorithm.advantage={self.advantage} learns from groups of equal reward too, which "
+                "algorithm.dynamic_sampling.enable=true would drop: set it to false"
             )
         if self.advantage != "reverse_kl":
             return
         if not self.distillation.teachers:
             raise ConfigError(
                 f"algorithm.advantage=reverse_kl without {teachers} would teach the policy to stay as it was: name a "
-                "teacher's url"
-            )
-        if self.dynamic_sampling.enable and not self.reward_weight:
-            raise ConfigError(
-                "algorithm.advantage=reverse_kl learns from groups of equal reward too, which "
-                "algorithm.dynamic_sampling.enable=true would drop: set it to false"
+                "teacher's url or path"
             )
 
     def check(self) -> None:

@@ -64,6 +64,18 @@ READERS: tuple[_Reader, ...] = (
         "algorithm.adaptive_kl_target",
     ),
     _Reader(
+        "algorithm.distillation",
+        ("divergence_weight", "top_k"),
+        lambda value: value("algorithm.distillation.divergence") != "none",
+        "algorithm.distillation.divergence",
+    ),
+    _Reader(
+        "algorithm.distillation",
+        ("beta",),
+        _one_of("algorithm.distillation.divergence", "jensen_shannon"),
+        "algorithm.distillation.divergence=jensen_shannon",
+    ),
+    _Reader(
         "reward.overlong",
         ("penalty", "buffer_length"),
         _length_penalty("soft_punish"),

@@ -86,7 +86,7 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
-    if algorithm.keeps_reference:
+    if algorithm.keeps_reference and not algorithm.distillation.teacher_path:
         learner.lora.check_reference()
     _check_teachers(config)
     responses = config.data.train_batch_size * rollout.train.n

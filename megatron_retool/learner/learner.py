@@ -31,6 +31,7 @@ from megatron_retool.algorithms.token_losses import bind_token_loss
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import adapters, cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import check_attention, make_deterministic
+from megatron_retool.learner.divergence import Divergence
 from megatron_retool.learner.initial import frozen_copy, initial_chunks
 from megatron_retool.learner.losses import (
     KEPT_TOKENS,
@@ -53,6 +54,8 @@ from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.target_batch import TargetBatch, TargetLoss, check_accumulation
+from megatron_retool.learner.teacher import FrozenTeacher
+from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import export_hf_weights
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
@@ -84,6 +87,7 @@ class Learner:
         architecture: instead of ``hf_dir``: a model with random weights.
         with_reference: also know the initial weights, for ``log_probs(reference=True)``: a frozen copy, or with
             learner.lora the model without its adapters.
+        with_teacher: in place of the initial weights, know the teacher of algorithm.distillation that has a path.
         role: "actor", or "critic" for one value per token in place of the vocabulary.
 
     Raises:
@@ -100,6 +104,7 @@ class Learner:
         mcore_dir: str | Path | None = None,
         architecture: Architecture | None = None,
         with_reference: bool = False,
+        with_teacher: bool = False,
         role: str = "actor",
     ) -> None:
         if role not in ("actor", "critic"):
@@ -156,19 +161,24 @@ class Learner:
             verify=config.trainer.verify_checkpoints,
             share_prefixes=config.learner.share_prefixes,
         )
-        self._base_is_reference = with_reference and bool(config.learner.lora.rank)
+        self._base_is_reference = with_reference and bool(config.learner.lora.rank) and not with_teacher
         if config.learner.lora.rank:
             adapters.attach(chunks, architecture, config.learner.lora)
             if config.learner.lora.path and role == "actor":
                 adapters.begin_with_files(chunks, architecture, config.learner.lora)
         self.reference_chunks: list[PackedModel] | None = None
-        if with_reference and not self._base_is_reference:
+        self.teacher: FrozenTeacher | None = None
+        if with_teacher:
+            self.teacher = FrozenTeacher(config, architecture, self.acceleration)
+            self.reference_chunks = self.teacher.chunks
+        elif with_reference and not self._base_is_reference:
             self.reference_chunks = frozen_copy(
                 chunks, architecture, self.transformer_config, self.acceleration, config.learner.share_prefixes
             )
         self.routing_replay: RoutingReplay | None = None
         if role == "actor" and config.learner.routing_replay != "none":
-            models = [*chunks, *(self.reference_chunks or ())]
+            frozen = None if with_teacher else self.reference_chunks  # a teacher chooses its own experts
+            models = [*chunks, *(frozen or ())]
             self.routing_replay = RoutingReplay(config, architecture, self.transformer_config, models, self.device)
         self.model_chunks: Sequence[Any] = data_parallel.wrap(self.transformer_config, config.learner, chunks)
         no_sync = [chunk.no_sync for chunk in self.model_chunks]
@@ -221,7 +231,7 @@ class Learner:
         (see ``routing_replay.RoutingReplay``).
 
         Args:
-            reference: of the initial weights.
+            reference: of the initial weights, or of the teacher.
             temperature: pi = softmax(logits / temperature).
             sampling: instead of ``temperature``: pi is what rollouts with these settings are sampled from, after
                 temperature, top_p, top_k and min_p (``algorithms/sampling.py``).
@@ -235,7 +245,7 @@ class Learner:
                 others for a token: float32 [T] in the batch's order; NaN where the engine's are not known.
 
         Raises:
-            ConfigError: ``reference`` without a reference policy.
+            ConfigError: ``reference`` without a reference policy or teacher.
             ValueError: the batch's routed experts are not of this model.
         """
         if reference and self.reference_chunks is None and not self._base_is_reference:
@@ -244,7 +254,8 @@ class Learner:
         head_options = _head_options(temperature, sampling)
         micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
-        routing = replay.reading(batch, reference) if replay else None
+        own_choice = reference and self.teacher is not None
+        routing = replay.reading(batch, reference) if replay and not own_choice else None
         base = reference and self._base_is_reference
         with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
             found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
@@ -405,6 +416,17 @@ class Learner:
             scaling_factor = self.config.learner.mtp.loss_scaling_factor
             predictions = PredictionLoss(batch, self.architecture.predictors, scaling_factor)
             options["predictions"], loss = predictions, predictions.beside(loss)
+        distillation = self.config.algorithm.distillation
+        if room == "actor" and self.teacher is not None and distillation.divergence != "none":
+            teaching = TeacherLoss(
+                Divergence(distillation.divergence, distillation.beta, distillation.top_k),
+                distillation.divergence_weight,
+                batch,
+                micro_batches,
+                self.teacher.hidden_states(micro_batches, self.packer.max_tokens),
+                self.teacher.head_weight,
+            )
+            options["teacher"], loss = teaching, teaching.beside(loss)
         biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []
         before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():

@@ -9,6 +9,8 @@ With x = logits / temperature, p = softmax(x), for a token y:
     log_prob = x_y - log sum_j exp x_j            d log_prob / d x_j = [j = y] - p_j
     entropy  = - sum_j p_j log p_j                d entropy  / d x_j = - p_j (log p_j + entropy)
 
+Beside a teacher, the divergence of the two distributions is a third number of each token (``divergence.py``).
+
 Where rollouts are sampled with top_p, top_k or min_p, the policy is the distribution that is left of it: tokens that
 the filters remove have x = -inf, and everything above holds for the others.
 """
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.learner.divergence import TeacherHead, divergence_of, teacher_log_probs
 
 
 def head_hidden_states(
@@ -58,7 +61,7 @@ def head_hidden_states(
 
 def log_probs_and_entropy(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     """The first two of ``token_scores``, which has the same arguments."""
-    log_probs, entropy, _ = token_scores(*args, **settings)
+    log_probs, entropy, *_ = token_scores(*args, **settings)
     return log_probs, entropy
 
 
@@ -75,7 +78,8 @@ def token_scores(
     fp32_head: bool = False,
     main_grad: Tensor | None = None,
     on_main_grad: Callable[[], None] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    teacher: TeacherHead | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log pi(target) and the entropy of the next-token distribution, both differentiable; is the target the best token?
 
     Args:
@@ -93,10 +97,12 @@ def token_scores(
         main_grad: where given, the weight's gradient is added to this fp32 buffer (Megatron's main gradient) and not
             returned through autograd, which would hold a second tensor of the weight's size.
         on_main_grad: called in every backward pass when that is done, since no hook of autograd tells.
+        teacher: whose distribution the policy's is compared with; without ``sampling``'s filters.
 
     Returns:
         log_probs: float32 in the shape of ``targets``. entropy: float32 [n].
         best: bool in the shape of ``targets``, whether no token is more probable than the target.
+        divergence: float32 [n], differentiable; None without a teacher.
     """
     if group is not None and group.size() == 1:
         group = None
@@ -111,6 +117,7 @@ def token_scores(
         dtype=torch.float32 if fp32_head else hidden.dtype,
         main_grad=main_grad,
         on_main_grad=on_main_grad,
+        teacher=teacher,
     )
     # A weight that autograd knew and got no gradient for would run its hooks without one.
     return _ChunkedHead.apply(hidden, weight if main_grad is None else weight.detach(), targets, settings)
@@ -128,6 +135,7 @@ class _Settings:
     dtype: torch.dtype
     main_grad: Tensor | None
     on_main_grad: Callable[[], None] | None
+    teacher: TeacherHead | None
 
     def chunks(self, rows: int) -> Iterator[slice]:
         for start in range(0, rows, self.chunk_tokens):
@@ -149,6 +157,12 @@ class _Settings:
                 kept.scatter_(-1, target, kept.gather(-1, target) | own)
             x.masked_fill_(~kept, float("-inf"))
         return x
+
+    def divergence(self, log_p: Tensor, take: slice, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """See ``divergence_of``, between the policy's ``log_p`` of the rows ``take`` and the teacher's."""
+        assert self.teacher is not None
+        log_q = teacher_log_probs(self.teacher, take, self.dtype, self.padding, self.group)
+        return divergence_of(log_p, log_q, self.teacher.divergence, self.group, with_gradient=with_gradient)
 
     def without_infinities(self, x: Tensor) -> Tensor:
         """``x`` (in place) with 0 where ``logits`` has -inf, so that it can be multiplied by a probability of 0."""
@@ -176,7 +190,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         n = hidden.size(0)
         # The target's row in this rank's part of the vocabulary; 0, and not owned, where it lies in another's.
@@ -187,6 +201,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy = torch.empty(n, dtype=torch.float32, device=hidden.device)
         log_probs, log_z = entropy.new_empty(local.shape), torch.empty_like(entropy)
         best = torch.empty(local.shape, dtype=torch.bool, device=hidden.device)
+        divergence = None if settings.teacher is None else torch.empty_like(entropy)
         for take in settings.chunks(n):
             x = settings.logits(hidden[take], head, local[take], owned[take])
             peak = x.amax(-1)
@@ -197,7 +212,8 @@ class _ChunkedHead(torch.autograd.Function):
             sums[2:] = x.gather(-1, local[take]).masked_fill_(~owned[take], 0.0).t()
             p = x.exp()
             torch.sum(p, -1, out=sums[0])
-            torch.sum(p.mul_(settings.without_infinities(x)), -1, out=sums[1])
+            scaled = x if settings.teacher is None else x.clone()
+            torch.sum(p.mul_(settings.without_infinities(scaled)), -1, out=sums[1])
             if settings.group is not None:
                 dist.all_reduce(sums, group=settings.group)
             normalizer = sums[0].log()
@@ -205,14 +221,22 @@ class _ChunkedHead(torch.autograd.Function):
             best[take] = (sums[2:] == 0).t()  # the target's logit less the largest
             entropy[take] = normalizer - sums[1] / sums[0]
             log_z[take] = normalizer + peak
+            if divergence is not None:
+                divergence[take], _ = settings.divergence(x.sub_(normalizer.unsqueeze(-1)), take, with_gradient=False)
         ctx.save_for_backward(hidden, weight, local, owned, log_z, entropy)
         ctx.settings = settings
         log_probs, best = log_probs.view(targets.shape), best.view(targets.shape)
         ctx.mark_non_differentiable(best)
-        return log_probs, entropy, best
+        return log_probs, entropy, best, divergence
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _best: None) -> Any:
+    def backward(
+        ctx: Any,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        _best: None,
+        grad_divergence: Tensor | None,
+    ) -> Any:
         hidden, weight, local, owned, log_z, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
         needs_hidden = ctx.needs_input_grad[0]
@@ -234,6 +258,9 @@ class _ChunkedHead(torch.autograd.Function):
         for take in settings.chunks(hidden.size(0)):
             log_p = settings.logits(hidden[take], head, local[take], owned[take]).sub_(log_z[take].unsqueeze(-1))
             p = log_p.exp()
+            of_divergence = None
+            if grad_divergence is not None:
+                _, of_divergence = settings.divergence(log_p, take, with_gradient=True)
             if grad_entropy is not None:
                 settings.without_infinities(log_p)
                 log_p.add_(entropy[take].unsqueeze(-1)).mul_(grad_entropy[take].unsqueeze(-1))
@@ -242,6 +269,8 @@ class _ChunkedHead(torch.autograd.Function):
                 p.mul_(row_grad[take].neg().unsqueeze(-1))
             del log_p
             p.scatter_add_(-1, local[take], grad_log_probs[take] * owned[take])
+            if of_divergence is not None and grad_divergence is not None:
+                p.add_(of_divergence.mul_(grad_divergence[take].unsqueeze(-1)))
             if settings.temperature != 1.0:
                 p.div_(settings.temperature)
             grad_logits = p.to(settings.dtype)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -57,7 +57,7 @@ from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.expert_groups import place_group_choice
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
-from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy, token_scores
+from megatron_retool.learner.log_probs import head_hidden_states, token_scores
 from megatron_retool.learner.multi_token_prediction import PackedPredictor, PredictionLoss
 from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.packing import MicroBatch
@@ -66,6 +66,9 @@ from megatron_retool.learner.positions import inverse_frequencies, place_positio
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.transformer_engine import choose_block_scales
+
+if TYPE_CHECKING:
+    from megatron_retool.learner.teacher_loss import TeacherLoss
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -452,13 +455,18 @@ class PolicyModel(PackedModel):
         chunk_tokens: int = 1024,
         fp32_head: bool = False,
         logits: bool = False,
+        hidden_states: bool = False,
+        teacher: TeacherLoss | None = None,
     ) -> Tensor:
         """float32 [2, n]: log-probs, entropy; [K + 1, n] with K targets each.
 
-        With ``logits``: this TP rank's float32 [n, V / TP] instead.
+        With ``logits``: this TP rank's float32 [n, V / TP] instead; with ``hidden_states``: what the head reads,
+        [n, h]. ``teacher``, where it is given, gets the divergence of the policy from it.
         """
         group = self.pg_collection.tp
         selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
+        if hidden_states:
+            return selected
         if self.before_head is not None:
             self.before_head()
         weight = self.head_weight()
@@ -466,7 +474,7 @@ class PolicyModel(PackedModel):
             return torch.mm(selected, weight.t()).float()
         # Only the parameter itself has a main gradient, and only under Megatron's DDP.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
-        log_probs, entropy = log_probs_and_entropy(
+        log_probs, entropy, _best, divergence = token_scores(
             selected,
             weight,
             micro_batch.targets,
@@ -478,7 +486,10 @@ class PolicyModel(PackedModel):
             fp32_head=fp32_head,
             main_grad=main_grad,
             on_main_grad=None if main_grad is None else self.head_gradient_added,
+            teacher=None if teacher is None else teacher.head(micro_batch),
         )
+        if teacher is not None and divergence is not None:
+            teacher.note(divergence if micro_batch.copies is None else divergence.index_select(0, micro_batch.copies))
         columns = [log_probs] if log_probs.dim() == 1 else log_probs.unbind(1)
         found = torch.stack([*columns, entropy])
         return found if micro_batch.copies is None else found.index_select(1, micro_batch.copies)
@@ -512,7 +523,7 @@ class PolicyModel(PackedModel):
                 embedding=self._embed,
             )
             selected = head_hidden_states(hidden, prediction.head_positions, self.config.sequence_parallel, group)
-            log_probs, _entropy, best = token_scores(
+            log_probs, _entropy, best, _divergence = token_scores(
                 selected,
                 weight,
                 prediction.targets,

@@ -102,6 +102,8 @@ def check_model(config: Config, *, learns: bool) -> None:
                 "tokens, which the learner does not compute: set it to that at most"
             )
     config.learner.layout(architecture)
+    if config.algorithm.distillation.teacher_path:
+        config.algorithm.distillation.teacher_architecture(architecture, config.learner, config.model.families)
     if config.learner.routing_replay != "none" and not architecture.is_moe:
         raise ConfigError(
             f"learner.routing_replay={config.learner.routing_replay} replays the choice of experts, and "

@@ -177,7 +177,7 @@ def add_advantages(
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coefficient}
         state.kl = state.kl.updated(measured, batch.num_rollouts)
-    if config.algorithm.distillation.teachers and "old_log_probs" in columns:
+    if config.algorithm.distillation.teachers and {"old_log_probs", "ref_log_probs"} <= columns.keys():
         ratios = (columns["old_log_probs"] - columns["ref_log_probs"])[loss_mask.bool()].double()
         metrics["distillation/reverse_kl"] = float(ratios.mean()) if len(ratios) else 0.0
     metrics |= reward_metrics(batch, None if token_rewards is None else token_rewards.numpy())

@@ -401,19 +401,33 @@ class LearnerMemory:
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
 
+def frozen_architecture(config: Config, policy: Architecture) -> Architecture | None:
+    """The model that the learner computes beside the policy: its start, a teacher in its place, or None.
+
+    Raises:
+        ConfigError: see ``DistillationConfig.teacher_architecture``.
+    """
+    if config.algorithm.distillation.teacher_path:
+        return config.algorithm.distillation.teacher_architecture(policy, config.learner, config.model.families)
+    return policy if config.algorithm.keeps_reference else None
+
+
 def learner_memory(
     config: Config, architecture: Architecture, layout: ParallelLayout, on_cpu: bool = False
 ) -> LearnerMemory:
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
     The reference policy, where it is needed, is a frozen copy of the parameters; with learner.lora it is the model
-    without its adapters and needs no memory.  The critic, where one is, has parameters, gradients and optimizer states
-    of its own.  Neither has layers for multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8
-    training keeps each linear weight in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
+    without its adapters and needs no memory.  A teacher that the learner computes takes its
+    place.  The critic, where one is, has parameters, gradients and optimizer states of its own.  Neither has layers for
+    multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
+    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
     """
     learner, needs = config.learner, config.algorithm.needs
     adapters = adapters_of(learner)
-    with_reference = config.algorithm.keeps_reference and adapters is None
+    frozen = frozen_architecture(config, architecture)
+    if adapters is not None and not config.algorithm.distillation.teacher_path:
+        frozen = None
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
     with_predictors = architecture.with_predictors() if learner.mtp.train else architecture
@@ -450,9 +464,9 @@ def learner_memory(
                 parameters=states.parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
-                reference=PARAMETER_BYTES[learner.dtype] * rank_parameters(architecture, layout, stage)
-                if with_reference
-                else 0.0,
+                reference=0.0
+                if frozen is None
+                else PARAMETER_BYTES[learner.dtype] * rank_parameters(frozen, layout, stage),
                 critic=states_of(architecture, stage).total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
                 activations=activation_bytes(with_predictors, layout, learner, stage, micro_batches, not on_cpu),

@@ -32,6 +32,7 @@ from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
     adapters_of,
     checkpoint_bytes,
+    frozen_architecture,
     learner_memory,
     trained_parameters,
     weight_sync_bytes,
@@ -382,7 +383,8 @@ def predict_step(
     log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
-    reference = learner_time(*arguments, training=False) if algorithm.keeps_reference else None
+    frozen = frozen_architecture(config, architecture)
+    reference = None if frozen is None else learner_time(frozen, *arguments[1:], training=False)
     passes = 3 if adapters_of(learner) is None else 2  # of frozen weights no gradient is computed
     model_flops = passes * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)

@@ -68,3 +68,21 @@ def test_the_policy_comes_closer_to_its_teacher(tmp_path):
         differences += list((trajectory.rollout_log_probs - own)[trajectory.loss_mask])
     assert divergence[0] == pytest.approx(float(np.mean(differences)), abs=1e-4)
     assert engine_key() not in (tmp_path / "student" / "config.yaml").read_text()
+
+    code, output = command_line.run(
+        "train",
+        *small,
+        "trainer.total_steps=8",
+        "algorithm.advantage=zero",
+        "algorithm.dynamic_sampling.enable=false",
+        f"algorithm.distillation.teachers=[{{path: {teacher}}}]",
+        "algorithm.distillation.divergence=forward_kl",
+        "learner.optimizer.lr=1e-3",
+        "learner.optimizer.warmup_steps=0",
+    )
+    assert code == 0, output
+    rows = read_metrics(tmp_path / "student" / "metrics.jsonl")[-2:]
+    assert [row["step"] for row in rows] == [7, 8]
+    assert 0 < rows[1]["distillation/divergence"] < divergence[0], (
+        "the teacher in the learner is the one that was served"
+    )

@@ -16,12 +16,14 @@ from conversion.model.architecture import Architecture
 from megatron_retool.config import (
     AlgorithmConfig,
     Config,
+    DistillationConfig,
     Fp8Config,
     LearnerConfig,
     LoraConfig,
     MtpConfig,
     OptimizerConfig,
     RecomputeConfig,
+    TeacherConfig,
 )
 from megatron_retool.planning import activations, memory
 from megatron_retool.planning.hardware import GIB
@@ -313,6 +315,14 @@ def test_adapters_need_no_reference_and_hardly_any_states() -> None:
     assert base.parameters < found.parameters < 1.02 * base.parameters
     assert found.gradients + found.optimizer < 0.02 * (base.gradients + base.optimizer)
     assert found.critic == found.parameters + found.gradients + found.optimizer
+
+
+def test_a_teacher_takes_the_place_of_the_reference(tmp_path: Path) -> None:
+    architecture = preset("qwen2.5-32b")
+    (tmp_path / "config.json").write_text(json.dumps({**architecture.hf_config, "num_hidden_layers": 16}))
+    distillation = DistillationConfig(teachers=[TeacherConfig(path=str(tmp_path))], divergence="reverse_kl")
+    found = plan(learner_32b(lora=LoraConfig(rank=32)), advantage="zero", distillation=distillation)
+    assert 0.25 * found.parameters < found.reference < 0.3 * found.parameters
 
 
 def test_an_adapter_sync_sends_the_factors_alone() -> None:
