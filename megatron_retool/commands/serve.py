@@ -47,18 +47,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"what calls must show (default: {KEY_VARIABLE})")
 
 
+def key_of(option: str | None, variable: str | None, *, private: bool) -> tuple[str | None, str]:
+    """The key that calls must show, and what the terminal shows in its place.
+
+    An empty text is no key, as an unset shell variable gives one.
+
+    Args:
+        option: what --api-key gives.
+        variable: the value of the environment's MEGATRON_RETOOL_API_KEY.
+        private: only this machine reaches the address; elsewhere a key is made where none is given.
+    """
+    if option:
+        return option, "(that of --api-key)"
+    if variable and option is None:
+        return variable, f"${KEY_VARIABLE}"
+    if private:
+        return None, "any"
+    key = secrets.token_urlsafe(24)
+    return key, key
+
+
 def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address, serve
     from megatron_retool.serving.service import Service
 
-    key, shown = options.api_key, "(that of --api-key)"
-    if key is None and KEY_VARIABLE in os.environ:
-        key, shown = os.environ[KEY_VARIABLE] or None, f"${KEY_VARIABLE}"
-    if key is None:
-        shown = "any"
-        if not is_loopback(options.host):
-            key = shown = secrets.token_urlsafe(24)
+    key, shown = key_of(options.api_key, os.environ.get(KEY_VARIABLE), private=is_loopback(options.host))
     address = Address(options.host, options.port, key)
     address.check_free()
 
