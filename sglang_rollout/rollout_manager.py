@@ -53,6 +53,8 @@ MAX_IDLE_RUNS = 4
 
 _Place = tuple[int, int]
 """A trajectory's group id and index."""
+Inbox = asyncio.Queue[Group | Changes | BaseException]
+"""What a stream reads: its own groups, and the changes that somebody else puts there."""
 
 
 @dataclass
@@ -65,7 +67,7 @@ class _Running:
         sessions: of each task, with the trajectory's group id and index.
         working: agents at work by group id. One of them may still be closing its tools, whose results belong to the
             trajectory, when that has its finish reason.
-        ready: groups of which a trajectory has ended, or what ends the stream.
+        ready: groups of which a trajectory has ended, changes that the caller makes meanwhile, or what ends the stream.
     """
 
     settings: RequestSettings
@@ -75,7 +77,7 @@ class _Running:
     tasks: dict[int, list[asyncio.Task[None]]] = field(default_factory=dict)
     sessions: dict[asyncio.Task[None], tuple[_Place, Session]] = field(default_factory=dict)
     working: Counter[int] = field(default_factory=Counter)
-    ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
+    ready: Inbox = field(default_factory=asyncio.Queue)
 
     def at_rest(self, group: Group) -> bool:
         return not self.working[group.group_id] and group.finished()
@@ -185,6 +187,7 @@ class RolloutManager:
         purpose: Purpose = "train",
         *,
         group_sizes: Mapping[int, int] | None = None,
+        inbox: Inbox | None = None,
     ) -> AsyncGenerator[list[Trajectory], Changes | None]:
         """Yield each group of ``sampling.n`` trajectories when its last one is finished; take changes in return.
 
@@ -192,6 +195,8 @@ class RolloutManager:
 
         Args:
             group_sizes: trajectories of a group by its group id, where that is not ``sampling.n``.
+            inbox: for changes while no group is yielded. Such a stream has no end: where nothing is under way it waits
+                for the next change.
 
         Raises:
             RolloutError, NoEngineAvailable: after everything in flight has been stopped.
@@ -214,6 +219,7 @@ class RolloutManager:
             ),
             InFlight(self.statistics if trains else RolloutStatistics()),
             self.agent,
+            ready=asyncio.Queue() if inbox is None else inbox,
         )
         served = contextlib.AsyncExitStack()
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None
@@ -225,10 +231,14 @@ class RolloutManager:
                 )
                 running.agent = await served.enter_async_context(serving)
             self._begin(groups, running)
-            while pending:
+            while pending or inbox is not None:
                 item = await running.ready.get()
                 if isinstance(item, BaseException):
                     raise item
+                if isinstance(item, Changes):
+                    self._begin(new(item.prompts, item.group_sizes), running)
+                    self._abort(item.abort, running)
+                    continue
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
                 complete = running.at_rest(item) and item.full()
                 if complete and pending.pop(item.group_id, None) is not None:

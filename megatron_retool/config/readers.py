@@ -63,6 +63,7 @@ READERS: tuple[_Reader, ...] = (
         lambda value: value("algorithm.adaptive_kl_target") is not None,
         "algorithm.adaptive_kl_target",
     ),
+    _Reader("trainer", ("max_age",), _one_of("trainer.mode", "async"), "trainer.mode=async"),
     _Reader(
         "algorithm.distillation",
         ("divergence_weight", "top_k"),

@@ -37,6 +37,11 @@ class TrainerConfig:
     """Where the directories of runs are."""
     seed: int = not_negative(0, maximum=2**31 - 1)
     """Of the order of prompts and of what else is drawn outside the engines."""
+    mode: str = choice("sync", "async")
+    """sync: a step generates its groups, trains on them and sends the weights. async: engines generate all the time and
+    get new weights while they do, and a step takes the groups that are complete (docs/async.md)."""
+    max_age: int = at_least_one(1, maximum=1000)
+    """async: weight updates by which the oldest token that is trained on may be behind the learner."""
     deterministic: bool = False
     """Two runs with this seed, and one that is killed and goes on, are equal to the bit on the same machine and layout:
     token ids, rewards, metrics (of time and caches apart) and weights. It seeds the engines too (with this seed, where

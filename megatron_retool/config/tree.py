@@ -109,7 +109,7 @@ def validate(config: Config) -> None:
             "bypass_old_log_probs=false"
         )
     if config.trainer.deterministic and (
-        by_timing := _what_timing_decides(rollout, algorithm, learner.lora.sends_adapter)
+        by_timing := _what_timing_decides(config.trainer, rollout, algorithm, learner.lora.sends_adapter)
     ):
         raise ConfigError(
             f"trainer.deterministic=true: with {by_timing[0]} {by_timing[1]} depends on how long things take; change "
@@ -120,6 +120,35 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+    if config.trainer.mode == "async":
+        _check_async(config)
+
+
+def _check_async(config: Config) -> None:
+    """Raise ConfigError where a setting does not go with trainer.mode=async."""
+    rollout, dynamic = config.rollout, config.algorithm.dynamic_sampling
+    colocated = config.cluster.placement == "colocated" and bool(config.cluster.gpus_per_node)
+    reasons = {
+        "cluster.placement=colocated": (
+            colocated,
+            "engines generate while the learner trains: choose disaggregated, or trainer.mode=sync",
+        ),
+        f"rollout.staleness={rollout.staleness}": (
+            bool(rollout.staleness),
+            "it plans whole steps ahead: set it to 0, and trainer.max_age to the updates that a token may be behind",
+        ),
+        "rollout.partial.enable=true": (
+            rollout.partial.enable,
+            "responses are never stopped at the end of a step, so there is nothing to pause: set it to false",
+        ),
+        f"algorithm.dynamic_sampling.surplus={dynamic.surplus}": (
+            dynamic.surplus == "next_step",
+            "complete groups wait in the buffer in any case: leave it out",
+        ),
+    }
+    for setting, (wrong, why) in reasons.items():
+        if wrong:
+            raise ConfigError(f"{setting} does not go with trainer.mode=async: {why}")
 
 
 def _check_teachers(config: Config) -> None:
@@ -205,11 +234,13 @@ def _check_adapter_sync(config: Config) -> None:
 
 
 def _what_timing_decides(
-    rollout: RolloutConfig, algorithm: AlgorithmConfig, sends_adapter: bool
+    trainer: TrainerConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, sends_adapter: bool
 ) -> tuple[str, str] | None:
     """A setting, and what of a run is not decided by its seed because of it."""
     if rollout.replay_dir is not None:
         return None
+    if trainer.mode == "async":
+        return "trainer.mode=async", "which groups a step takes"
     if rollout.staleness:
         return "rollout.staleness", "which weights sample a token"
     if rollout.partial.enable:

@@ -57,6 +57,11 @@ class Collected:
     """Where the prompts stand after this step; a later step may already have drawn more of them."""
     paused: list[PausedGroup] = field(default_factory=list)
     """What partial rollout left unfinished after this step, before a later one goes on with it."""
+    buffered: list[Trajectory] = field(default_factory=list)
+    """Complete groups that an asynchronous run holds at a checkpoint: those that wait, and those without a signal that
+    no step has stored yet."""
+    buffered_versions: dict[int, int] = field(default_factory=dict)
+    """Of those that wait, the version of the engines' weights at their start, by group id, oldest first."""
     metrics: dict[str, float] = field(default_factory=dict)
     accuracies: list[tuple[str, float]] = field(default_factory=list)
     """The prompt's uid and the mean accuracy of each generated group."""
@@ -88,6 +93,13 @@ class Experience:
         self._leftover = collected.leftover
         for ahead in range(step + 1, min(step + self._run.config.rollout.staleness, self._run.total_steps) + 1):
             self._started(ahead)
+        return collected
+
+    def weights_arrived(self) -> None:
+        """Nothing: what is generated ahead does not depend on it."""
+
+    def at_checkpoint(self, collected: Collected) -> Collected:
+        """``collected``, which knows already all that a checkpoint keeps."""
         return collected
 
     def _started(self, step: int) -> asyncio.Task[Collected]:
@@ -153,15 +165,10 @@ async def collect_groups(
         kept=[trajectory for trajectory in generated if trajectory.reward_info["trained"]],
         generated=generated,
         metrics={
-            **filter_step(groups, dynamic.metric).metrics(),
+            **generation_metrics(run, groups, before, timer),
             "dynamic_sampling/keep_rate": left.keep_rate.share,
             "dynamic_sampling/surplus_groups": float(len(refill.surplus)),
             "dynamic_sampling/aborted_groups": float(len(left.aborted)),
-            "dynamic_sampling/responses_per_group": len(rollouts_of(generated)) / len(groups),
-            **statistics_since(before, asdict(run.rollout.statistics)),
-            **run.rewards.take_metrics(),
-            **run.tools.take_metrics(),
-            **timer.metrics(),
         },
         prompt_state=run.prompts.state_dict([*(group.group_id for group in paused), *left.groups]),
         paused=paused,
@@ -188,6 +195,27 @@ def leave(run: Deployment, refill: Refill, leftover: Leftover, complete: dict[in
     run.prompts.give_back(sorted(again))
     before_last = sum(group_id < carried[-1] for group_id in again) if carried else 0
     return Leftover(keep_rate, {group_id: complete[group_id] for group_id in carried}, before_last, aborted)
+
+
+def generation_metrics(
+    run: Deployment, groups: list[list[Trajectory]], before: dict[str, int], timer: StepTimer
+) -> dict[str, float]:
+    """What a step's groups were and cost.
+
+    Args:
+        groups: all that were examined for the step.
+        before: the rollout's statistics when the step's generation began.
+        timer: of rewards.
+    """
+    rollouts = sum(len(rollouts_of(group)) for group in groups)
+    return {
+        **filter_step(groups, run.config.algorithm.dynamic_sampling.metric).metrics(),
+        "dynamic_sampling/responses_per_group": rollouts / max(1, len(groups)),
+        **statistics_since(before, asdict(run.rollout.statistics)),
+        **run.rewards.take_metrics(),
+        **run.tools.take_metrics(),
+        **timer.metrics(),
+    }
 
 
 def statistics_since(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
@@ -251,26 +279,37 @@ def replay_groups(run: Deployment, step: int) -> dict[int, list[Trajectory]]:
     The data position moves on as if they had been generated.
 
     Raises:
-        ValueError: the stored prompts are not those that this step would have drawn.
+        InputError: the stored prompts are not those that this step would have drawn.
     """
-    file = step_path(Path(run.config.rollout.replay_dir or ""), step)
+    file, groups = stored_groups(Path(run.config.rollout.replay_dir or ""), step)
+    prompts = run.prompts.next_batch(len(groups))
+    for prompt, group in zip(prompts, groups.values(), strict=True):
+        check_stored_prompt(file, prompt, group, step)
+    return groups
+
+
+def stored_groups(folder: Path, step: int) -> tuple[Path, dict[int, list[Trajectory]]]:
+    """The file of a step in a folder of rollouts, and its groups by id, in their order."""
+    file = step_path(folder, step)
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in read_trajectories(file):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
-    prompts = run.prompts.next_batch(len(groups))
-    for prompt, group in zip(prompts, groups.values(), strict=True):
-        # An agent of one's own writes prompts itself: its rows name the data's row.
-        stored = group[0]
-        if AGENT_KEY in stored.reward_info:
-            same = stored.extra_info.get("uid") == prompt.uid
-        else:
-            same = list(prompt.prompt_ids) == stored.prompt_ids.tolist()
-        if not same:
-            raise InputError(
-                f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}: "
-                "rollout.replay_dir needs the data, tokenizer and trainer.seed of the run that it belongs to"
-            )
-    return groups
+    return file, groups
+
+
+def check_stored_prompt(file: Path, prompt: PromptRow, group: list[Trajectory], step: int) -> None:
+    """Raise InputError where a stored group has another prompt than the data give."""
+    stored = group[0]
+    # An agent of one's own writes prompts itself: its rows name the data's row.
+    if AGENT_KEY in stored.reward_info:
+        same = stored.extra_info.get("uid") == prompt.uid
+    else:
+        same = list(prompt.prompt_ids) == stored.prompt_ids.tolist()
+    if not same:
+        raise InputError(
+            f"{file}: group {stored.group_id} has another prompt than the data give at step {step}: rollout.replay_dir "
+            "needs the data, tokenizer, trainer.seed and trainer.mode of the run that it belongs to"
+        )
 
 
 def informative(group: list[Trajectory], config: Config) -> bool:

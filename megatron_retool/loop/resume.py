@@ -17,8 +17,9 @@ from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.runs.checkpoints import PAUSED_GROUPS, Checkpoint
+from megatron_retool.runs.checkpoints import BUFFERED_GROUPS, PAUSED_GROUPS, Checkpoint
 from megatron_retool.runs.weights_checkpoints import weights_checkpoint, weights_checkpoints
+from megatron_retool.trajectory import write_trajectories
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
 
 if TYPE_CHECKING:
@@ -138,14 +139,19 @@ def _shown(value: object) -> str:
 def contents_after(run: Deployment, state: TrainerState, collected: Collected) -> Contents:
     """What a checkpoint after the step of ``collected`` holds beside the models."""
     trainer_state = {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed}
-    paused = collected.paused  # alone: a checkpoint that is still being written holds it into the next step
+    if collected.buffered_versions:
+        trainer_state["buffered_versions"] = collected.buffered_versions
+    # Only these: a checkpoint that is still being written holds them into the next step.
+    paused, buffered = collected.paused, collected.buffered
 
-    def write_paused(workspace: Path) -> None:
+    def write_groups(workspace: Path) -> None:
         if paused:
             write_paused_groups(paused, workspace / PAUSED_GROUPS)
+        if buffered:
+            write_trajectories(buffered, workspace / BUFFERED_GROUPS)
 
     files = {"prompt_source.json": collected.prompt_state, "trainer_state.json": trainer_state}
-    return Contents(files, write_paused)
+    return Contents(files, write_groups)
 
 
 async def restore(run: Deployment, checkpointer: Checkpointer) -> TrainerState:

@@ -16,10 +16,10 @@ from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.config.old_log_probs import expected_updates, old_log_probs_source
+from megatron_retool.loop.asynchronous import step_source
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, has_loss, split_mini_batches
-from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import (
     LearnerRecovery,
     NoSignal,
@@ -119,7 +119,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
         reward_failures, no_signal = RewardFailures(run.console), NoSignal(run.console)
         profiler = StepProfiler(run)
-        experience = await stack.enter_async_context(Experience(run, state))
+        experience = await stack.enter_async_context(step_source(run, state, checkpointer.newest))
         if state.step == 0 and config.trainer.val_before_train:
             validated = await leave.interrupting(validate(run, 0, log))
             if validated is None:
@@ -141,6 +141,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 batch = learned.batch
                 with timer.phase(Phase.WEIGHT_SYNC):
                     sync_metrics = await run.weights.sync(step)
+                experience.weights_arrived()
             await profiler.end(step, timer)
             metrics = {
                 "training/global_step": float(step),
@@ -174,7 +175,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             weights = state.save_weights_due() or checkpointer.weights_overdue
             if complete or weights:
                 with timer.phase(Phase.SAVE_CHECKPOINT):
-                    contents = contents_after(run, state, collected) if complete else None
+                    contents = contents_after(run, state, experience.at_checkpoint(collected)) if complete else None
                     metrics |= await checkpointer.write(step, contents, wait=last or leaving, weights=weights)
             store_times(run, step, timer, stragglers.seconds)
             # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.

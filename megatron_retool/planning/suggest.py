@@ -16,7 +16,13 @@ from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import LearnerMemory, frozen_architecture, learner_memory, weight_sync_bytes
 from megatron_retool.planning.simulate import StepResult
-from megatron_retool.planning.timing import Assumptions, StepTime, predict_generation, predict_step
+from megatron_retool.planning.timing import (
+    Assumptions,
+    StepTime,
+    ages_in_flight,
+    predict_generation,
+    predict_step,
+)
 from megatron_retool.planning.workload import Workload
 
 SLEEPING_ENGINE_BYTES = 3 * GIB
@@ -353,7 +359,8 @@ class Planner:
             scale = min(1.0, max(SIMULATED_RESPONSES / self.workload.responses, 1 / count))
             engines = max(1, round(count * scale))
             self._generation[key] = predict_generation(
-                engine, engines, self.workload.scaled(engines / count), rollout.partial
+                *(engine, engines, self.workload.scaled(engines / count), rollout.partial),
+                ages_in_flight(config.trainer),
             )
         return self._generation[key]
 

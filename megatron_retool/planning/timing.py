@@ -23,7 +23,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, mlp_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.dynamic_context import ranks_needed
-from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
+from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig, TrainerConfig
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.activations import PARAMETER_BYTES, block_layers
@@ -377,7 +377,9 @@ def predict_step(
         engine = engine or EngineModel.from_config(
             config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
         )
-        generation = predict_generation(engine, config.rollout.engine.count, workload, config.rollout.partial)
+        generation = predict_generation(
+            engine, config.rollout.engine.count, workload, config.rollout.partial, ages_in_flight(config.trainer)
+        )
     learner = config.learner
     arguments = (architecture, learner, layout, machines, workload, assumptions)
     log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
@@ -399,7 +401,7 @@ def predict_step(
         critic=update.total + log_probs.total if Need.CRITIC in algorithm.needs else 0.0,
         weight_sync=weight_sync_seconds(config, architecture, machines, assumptions),
         phase_switch=phase_switch_seconds(config, architecture, layout, machines),
-        overlapped=config.rollout.staleness > 0 and not colocated,
+        overlapped=(config.rollout.staleness > 0 or config.trainer.mode == "async") and not colocated,
         trained_tokens=workload.trained_tokens,
         # A generation may be one of fewer responses (``Planner.generation``).
         stale_share=generation.stale_tokens
@@ -419,15 +421,25 @@ def share_of_log_probs(config: Config) -> float:
     return 1.0 if source is OldLogProbs.PASS else 0.0
 
 
+def ages_in_flight(trainer: TrainerConfig) -> int | None:
+    """Batches of groups that asynchronous training has under way (``loop.group_buffer``); None where a step waits."""
+    return None if trainer.mode == "sync" else trainer.max_age + 1
+
+
 def predict_generation(
-    engine: EngineModel, engines: int, workload: Workload, partial: PartialRolloutConfig | None = None
+    engine: EngineModel,
+    engines: int,
+    workload: Workload,
+    partial: PartialRolloutConfig | None = None,
+    batches_in_flight: int | None = None,
 ) -> StepResult:
     """One step's rollout with the expected lengths.
 
-    Every response is waited for; with ``partial`` rollout the mean over several steps, after some that fill the queue
-    of paused trajectories.
+    Every response is waited for. With ``partial`` rollout it is the mean over several steps, after some that fill the
+    queue of paused trajectories; with ``batches_in_flight`` that of steps which never stop what is under way.
     """
-    if partial is None or not partial.enable:
+    streams = batches_in_flight is not None
+    if not streams and (partial is None or not partial.enable):
         # The constants were fitted to groups that are no more alike than others.
         workload = replace(workload, lengths=replace(workload.lengths, correlation=0.0))
         return RolloutSimulation(engine, engines, workload, seed=0, expected=True).collect(workload.groups)
@@ -436,7 +448,10 @@ def predict_generation(
     counted = min(most, max(fewest, PARTIAL_RESPONSES // workload.responses))
     steps = []
     for _ in range(2 * counted):
-        steps.append(simulation.collect(workload.groups, "pause", partial.max_age, partial.over_sampling_factor))
+        if batches_in_flight is not None:
+            steps.append(simulation.collect(workload.groups, "stream", over_sampling=batches_in_flight))
+        elif partial is not None:
+            steps.append(simulation.collect(workload.groups, "pause", partial.max_age, partial.over_sampling_factor))
     return mean_result(steps[counted:])
 
 

@@ -2,9 +2,9 @@
 
 A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint), critic/ where
 PPO has one, prompt_source.json (data position), trainer_state.json (step, KL coefficient, histories of prompts),
-paused_groups.parquet where partial rollout left groups unfinished, and COMPLETE, which is written last and holds the
-checksums of the others. It is built under a temporary name and renamed, so a directory without COMPLETE is never taken
-for one.
+paused_groups.parquet where partial rollout left groups unfinished, buffered_groups.parquet of an asynchronous run, and
+COMPLETE, which is written last and holds the checksums of the others. It is built under a temporary name and renamed,
+so a directory without COMPLETE is never taken for one.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from megatron_retool.runs.weights_checkpoints import (
 from megatron_retool.untrusted import load_own_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
+BUFFERED_GROUPS = "buffered_groups.parquet"
 
 _STEP_FILE = re.compile(r"step_(\d+)\..+")
 
@@ -66,6 +67,11 @@ class Checkpoint:
     @property
     def paused_groups(self) -> Path:
         return self.path / PAUSED_GROUPS
+
+    @property
+    def buffered_groups(self) -> Path:
+        """Complete groups that an asynchronous run has not trained yet."""
+        return self.path / BUFFERED_GROUPS
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint.

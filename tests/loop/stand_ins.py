@@ -26,6 +26,11 @@ class Experience:
     async def take(self, step: int) -> Collected:
         raise NotImplementedError
 
+    def weights_arrived(self) -> None: ...
+
+    def at_checkpoint(self, collected: Collected) -> Collected:
+        return collected
+
 
 def run_of(config: Config, console: Console, total_steps: int) -> Any:
     """A deployment's part that the loop itself touches."""

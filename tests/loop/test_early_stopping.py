@@ -173,7 +173,7 @@ def train(
         (validation, validate_quickly),
     ):  # fmt: skip
         monkeypatch.setattr(module, stand_in.__name__, stand_in)
-    monkeypatch.setattr(train_loop, "Experience", Drawn)
+    monkeypatch.setattr(train_loop, "step_source", Drawn)
     finished = asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, leave))
     return finished, console.export_text()
 

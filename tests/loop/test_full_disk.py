@@ -65,7 +65,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     async def validate(run: Any, step: int, log: Any) -> dict[str, float]:
         return {}
 
-    for name, stand_in in (("Experience", Stored), ("learn", learn), ("restore", restore)):
+    for name, stand_in in (("step_source", Stored), ("learn", learn), ("restore", restore)):
         monkeypatch.setattr(train_loop, name, stand_in)
     monkeypatch.setattr(validation, "validate", validate)
     console = Console(record=True, width=300)
@@ -73,7 +73,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
         checkpointer: Any = SimpleNamespace(
-            write=save, commit=commit, finish=finish, overdue=False, weights_overdue=False
+            write=save, commit=commit, finish=finish, overdue=False, weights_overdue=False, newest=None
         )
         assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
     finally:

@@ -70,13 +70,13 @@ def test_a_validation_is_given_up(
                 stopped.append(step)
         return {"val-core/all/acc/mean@1": 0.5}
 
-    for name, stand_in in (("Experience", Stored), ("learn", learn), ("restore", restore), ("validate", validate)):
+    for name, stand_in in (("step_source", Stored), ("learn", learn), ("restore", restore), ("validate", validate)):
         monkeypatch.setattr(train_loop, name, stand_in)
     monkeypatch.setattr(validation, "validate", validate)
     console = Console(record=True, width=300)
     run = run_of(config, console, 3)
     checkpointer: Any = SimpleNamespace(
-        write=save, commit=nothing, finish=nothing, overdue=False, weights_overdue=False
+        write=save, commit=nothing, finish=nothing, overdue=False, weights_overdue=False, newest=None
     )
     began = time.monotonic()
     with LeaveRequest() as leave:

@@ -92,7 +92,7 @@ def train(config: Config) -> None:
 
     checkpointer_module.link_weights = shutil.copytree
     validation_module.validate_quickly = validate_quickly
-    train_loop.Experience = Drawn
+    train_loop.step_source = Drawn
     train_loop.learn, train_loop.restore = learn, restore
     train_loop.validate = validation_module.validate = validate
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
