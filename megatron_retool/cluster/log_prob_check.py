@@ -1,8 +1,8 @@
-"""The first weights that an engine gets from the learner: does it compute the same model with them?
+"""Weights that an engine gets from the learner: does it compute the same model with them?
 
 What a checksum of the weights cannot see (an output layer that the engine takes from elsewhere, other rotary
 frequencies, a setting of config.json that one side reads otherwise) shows in the log-probs of a text. One text is
-scored by the learner and by every engine, once in a run, before anything is sampled.
+scored by the learner and by every engine, before anything is sampled and, with weight_sync.check_every, again later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class ScoringLearner(Protocol):
 
 
 class LogProbCheck:
-    """Compares each engine with the learner once; where only adapters are sent, at the next sync once more.
+    """Compares each engine with the learner once, or every weight_sync.check_every syncs; where only adapters are sent,
+    at the next sync once more.
 
     A run's first adapter adds nothing to the model, so an engine that leaves it out agrees with the learner.
 
@@ -77,21 +78,31 @@ class LogProbCheck:
         self._learner: ScoringLearner | None = None
         self._checked: set[str] = set()
         """Engines that agreed with the present learner, or cannot be asked."""
+        self._unable: set[str] = set()
+        """Engines that cannot be asked."""
         self._without_update: set[str] = set()
         """Engines that agreed with this learner's first adapter."""
         self._pending: list[str] = []
+        self._syncs = 0
+        """Since all engines were compared."""
         self._learner_log_probs: npt.NDArray[np.float32] = np.empty(0, np.float32)
         self._metrics: dict[str, float] = {}
 
     def restarted(self, url: str) -> None:
         """The engine at ``url`` is a new one."""
         self._checked.discard(url)
+        self._unable.discard(url)
         self._without_update.discard(url)
 
     async def score_by(self, learner: ScoringLearner, urls: Sequence[str]) -> None:
-        """The learner's log-probs, if one of the engines at ``urls`` was not compared with this learner yet."""
+        """The learner's log-probs, if an engine at ``urls`` is to be compared with it."""
         if learner is not self._learner:
-            self._learner, self._checked, self._without_update = learner, set(), set()
+            self._learner, self._checked, self._without_update, self._syncs = learner, set(), set(), 0
+        every = self._config.weight_sync.check_every
+        if every is not None and self._syncs == every:
+            self._checked &= self._unable
+            self._syncs = 0
+        self._syncs += 1
         self._pending = [url for url in urls if url not in self._checked]
         if self._pending:
             if not self._ids:
@@ -146,6 +157,7 @@ class LogProbCheck:
             score = getattr(client, "score", None)
             if score is None:
                 self._checked.add(url)
+                self._unable.add(url)
                 self._warn(f"{url} cannot score a text (its client has no score): its log-probs are not compared")
                 return None
             try:

@@ -63,6 +63,12 @@ READERS: tuple[_Reader, ...] = (
         lambda value: value("algorithm.adaptive_kl_target") is not None,
         "algorithm.adaptive_kl_target",
     ),
+    _Reader(
+        "weight_sync",
+        ("check_every",),
+        _one_of("weight_sync.check_log_probs", True),
+        "weight_sync.check_log_probs=true",
+    ),
     _Reader("trainer", ("max_age",), _one_of("trainer.mode", "async"), "trainer.mode=async"),
     _Reader(
         "algorithm.distillation",

@@ -9,6 +9,8 @@ from megatron_retool.config.base import at_least_one, choice, positive
 
 @dataclass(frozen=True)
 class WeightSyncConfig:
+    """The way of the weights, and what is compared afterwards."""
+
     method: str = choice("distributed", "tensor", "disk")
     """distributed: NCCL or gloo broadcast from rank 0. tensor: shared memory or CUDA IPC, each engine from a learner
     rank of its node, colocated from the one on its first GPU. disk: files in the run."""
@@ -30,6 +32,8 @@ class WeightSyncConfig:
     """At a run's first sync, and at the next one after an engine or the learner was restarted: compare log-probs of
     a fixed text, engine against learner, and stop where they are not of the same model. With learner.lora.sync=adapter
     once more a sync later: a fresh adapter adds nothing."""
+    check_every: int | None = at_least_one(None)
+    """Syncs from one such comparison of all engines to the next; null: only those that check_log_probs names."""
     max_log_prob_difference: float | None = positive(None)
     """Mean difference that check_log_probs admits, as a share of the log-probs' own spread (0: the same model, 1.4: any
     other); null: by precision, 0.005 in float32, 0.15 in bfloat16 or float16, 0.4 where FP8 takes part, none with

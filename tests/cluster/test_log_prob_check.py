@@ -126,6 +126,23 @@ def test_every_engine_is_compared_once_and_a_new_one_at_its_first_sync() -> None
     assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(3))
 
 
+def test_all_engines_are_compared_again_every_few_syncs() -> None:
+    async def scenario(*overrides: str) -> list[int]:
+        engines = ScoringEngines()
+        weights, _, _ = weights_of(engines, *overrides)
+        asked = []
+        for version in range(6):
+            await weights.sync(version)
+            asked.append(len(engines.asked))
+        return asked
+
+    once = asyncio.run(scenario())
+    assert len(set(once)) == 1
+    number = once[0]
+    found = asyncio.run(scenario("weight_sync.check_every=2"))
+    assert found == [number, number, 2 * number, 2 * number, 3 * number, 3 * number]
+
+
 def test_a_learner_that_was_built_anew_is_compared_again() -> None:
     engines = ScoringEngines()
     weights, learner, _ = weights_of(engines)

@@ -285,6 +285,22 @@ def test_an_asynchronous_run_takes_the_longer_of_the_two() -> None:
     assert overlapped.total == pytest.approx(longer + overlapped.weight_sync)
 
 
+def test_engines_that_never_stop_need_no_tail() -> None:
+    """32B on 2 x 8 H100: asynchronous with GPUs divided against waiting on all of them."""
+    shared = ["cluster.nodes=2", "learner.world_size=16", "rollout.engine.count=4", "rollout.partial.enable=false"]
+    divided = ["cluster.nodes=2", "cluster.placement=disaggregated", "learner.world_size=8", "rollout.engine.count=2"]
+    architecture, steps = preset("qwen2.5-32b"), []
+    for overrides in (shared, [*divided, "rollout.partial.enable=false", "trainer.mode=async"]):
+        config = load_config(RECIPE, overrides)
+        layout, machines = config.learner.layout(architecture), parse_machines("H100x16")
+        steps.append(predict_step(config, architecture, layout, machines, workload_of(config)))
+    waiting, streaming = steps
+    assert streaming.overlapped and not waiting.overlapped
+    assert waiting.total > 1.8 * streaming.total
+    assert streaming.generation.dropped_tokens == 0
+    assert 0.5 < streaming.stale_share < 0.9
+
+
 def test_partial_rollout_shortens_the_predicted_generation() -> None:
     _, waiting, _ = recipe("rollout.partial.enable=false")
     config, partial, workload = recipe("rollout.partial.over_sampling_factor=1.25")
