@@ -195,7 +195,7 @@ class EngineConfig:
     mem_fraction_static: float = number(0.7, above=0, below=1)
     """Share of a GPU's memory for weights and KV cache."""
     max_total_tokens: int | None = at_least_one(None)
-    """KV-cache size in tokens; null lets SGLang choose. Set it on CPU."""
+    """KV-cache size in tokens; null: SGLang's choice, on a CPU 32768, or context_length where that is more."""
     max_running_requests: int = at_least_one(256)
     """Requests that one engine decodes at the same time."""
     context_length: int | None = at_least_one(None)

@@ -25,10 +25,8 @@ from megatron_retool.errors import InputError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
-from sglang_rollout.engine.process import RESERVED_TOKENS, resolve_device
+from sglang_rollout.engine.process import CPU_CACHE_TOKENS, RESERVED_TOKENS, resolve_device
 
-CPU_CACHE_TOKENS = 32768
-"""KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
 _LEVELS_BELOW_A_RUN = 3
 
 

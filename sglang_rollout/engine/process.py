@@ -53,6 +53,8 @@ TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 RESERVED_TOKENS = 7
 """Of its context length, which SGLang leaves free of a request's input (managers/tp_worker.py); of two it leaves the
 answer free too. So that rollout.engine.context_length can be filled it is told of so many more."""
+CPU_CACHE_TOKENS = 32768
+"""KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
 
@@ -313,6 +315,7 @@ class SGLangServer:
         self._check_device()
         if self.device == "cpu":
             arguments |= {
+                "--max-total-tokens": config.max_total_tokens or max(CPU_CACHE_TOKENS, config.context_length or 0),
                 "--device": "cpu",
                 "--attention-backend": "torch_native",
                 "--sampling-backend": "pytorch",

@@ -38,6 +38,17 @@ def make_engine(model_directory, tmp_path, device="cpu", **kwargs) -> SGLangServ
     return SGLangServer(config, model_path=model_directory, log_file=tmp_path / "engine.log", **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [({}, 32768), ({"context_length": 40000}, 40000), ({"max_total_tokens": 512, "context_length": 40000}, 512)],
+)
+def test_an_engine_on_a_cpu_has_a_bounded_cache(model_directory, tmp_path, settings, tokens) -> None:
+    """SGLang's own choice is most of the machine's memory."""
+    command = make_engine(model_directory, tmp_path, settings=settings).command()
+    assert command[command.index("--max-total-tokens") + 1] == str(tokens)
+    assert "--max-total-tokens" not in make_engine(model_directory, tmp_path, device="cuda", settings={}).command()
+
+
 def flag(engine: SGLangServer, name: str) -> str | None:
     command = engine.command()
     return command[command.index(name) + 1] if name in command else None
