@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.waiting_agent import WaitingAgent
 from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,7 @@ def command(name: str, directory: Path, options: argparse.Namespace, *overrides:
                 f"trainer.total_steps={options.steps}",
             ),
             *(f"reward.function={directory}/reward.py:compute_score", f"rollout.agent_kwargs={waits}"),
-            *("rollout.agent=benchmarks/waiting_agent.py:WaitingAgent", *overrides),
+            *(f"rollout.agent=benchmarks/waiting_agent.py:{WaitingAgent.__name__}", *overrides),
         ],
         cwd=ROOT,
         check=True,
