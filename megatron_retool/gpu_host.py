@@ -65,6 +65,7 @@ def driver_version() -> str | None:
 
 
 def main() -> int:
+    """Print what this host lacks, a line each; 1 where something is missing without which nothing can be built."""
     fatal = missing_for_building()
     for line in fatal + missing_for_running():
         print(f"setup: {line}", file=sys.stderr)

@@ -42,6 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_interrupt() -> None:
+    """Raise KeyboardInterrupt: what SIGINT does to a command by default."""
     raise KeyboardInterrupt
 
 

@@ -233,6 +233,11 @@ class Stages:
         self.call(name, execute)
 
     def call(self, name: str, work: Callable[[], int]) -> int:
+        """Run a stage under its heading, and write its seconds to the run's state file; the stage's exit status.
+
+        Raises:
+            LeaveAsked: the run was asked to leave before the stage began.
+        """
         if self.leave.is_set():
             raise LeaveAsked
         self.console.rule(f"[bold]{name}", align="left")

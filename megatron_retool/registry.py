@@ -95,6 +95,7 @@ class Extension[T: Callable[..., Any]]:
         return f"{self.key}={self.target}"
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the object with its keyword arguments; those given here come first."""
         return self.object(*arguments, **{**self.kwargs, **keywords})
 
     def attempt(self, *arguments: Any, **keywords: Any) -> Any:

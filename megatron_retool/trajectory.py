@@ -94,6 +94,7 @@ class RolloutTiming:
 
     @property
     def total(self) -> float:
+        """Seconds of generation, tools and waiting together."""
         return self.generation + self.tools + self.waiting
 
     def plus(
@@ -241,6 +242,7 @@ class TrajectoryBatch:
 
     @property
     def num_response_tokens(self) -> int:
+        """T, response tokens of all rows."""
         return len(self.response_ids)
 
     @property
@@ -292,6 +294,8 @@ class TrajectoryBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrajectoryBatch:
+        """The rows end to end, in their order; without columns."""
+
         def cat(name: str, dtype: Any) -> Any:
             parts = [getattr(t, name) for t in trajectories]
             return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -21,11 +21,16 @@ class ScheduledPrompt(Protocol):
     """A prompt as the data room yields it."""
 
     @property
-    def prompt_ids(self) -> Sequence[int]: ...
+    def prompt_ids(self) -> Sequence[int]:
+        """Token ids of the chat-templated prompt."""
+
     @property
-    def group_id(self) -> int: ...
+    def group_id(self) -> int:
+        """Names the group."""
+
     @property
-    def extra_info(self) -> Mapping[str, Any]: ...
+    def extra_info(self) -> Mapping[str, Any]:
+        """Further columns of the prompt's row."""
 
 
 @dataclass

@@ -261,6 +261,7 @@ class RolloutManager:
         await self.engines.replace(old_url, new_url)
 
     async def close(self) -> None:
+        """End agents whose tools still run, and close the engines' clients."""
         for task in self._lingering.values():
             task.cancel()
         await asyncio.gather(*self._lingering.values(), return_exceptions=True)

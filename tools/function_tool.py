@@ -38,6 +38,7 @@ class FunctionTool(Tool):
         self._settings = dict(settings or {})
 
     async def call(self, arguments: Mapping[str, Any], **settings: Any) -> ToolResult | str:
+        """Call the function with the arguments and the prompt's settings."""
         result: ToolResult | str = await run_method(self.function, **arguments, **{**self._settings, **settings})
         return result
 

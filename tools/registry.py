@@ -83,6 +83,7 @@ class ToolRegistry:
 
     @property
     def names(self) -> list[str]:
+        """Names of the tools."""
         return list(self._tools)
 
     def check_resuming(self, config: Config) -> None:

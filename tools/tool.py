@@ -133,7 +133,8 @@ class ToolSession(Protocol):
 class ToolCaller(Protocol):
     """Opens tools for trajectories (tools.registry.ToolRegistry)."""
 
-    async def open(self, trajectory: TrajectoryInfo) -> ToolSession: ...
+    async def open(self, trajectory: TrajectoryInfo) -> ToolSession:
+        """Open the tools for a trajectory."""
 
     def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """OpenAI function schemas of the tools that a prompt with this ``extra_info`` has."""

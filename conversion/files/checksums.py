@@ -62,6 +62,7 @@ class FileRecord:
 
     @property
     def bytes(self) -> int:
+        """Size of the file."""
         return sum(part.bytes for part in self.parts)
 
 

@@ -95,6 +95,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.dtype.itemsize * _count(self.shape)
 
 
@@ -367,6 +368,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.dtype.itemsize * _count(self.shape)
 
 

@@ -138,6 +138,7 @@ class Architecture:
 
     @property
     def is_moe(self) -> bool:
+        """Whether it has experts."""
         return self.num_experts is not None
 
     @cached_property

@@ -166,6 +166,7 @@ class Cut:
 
     @property
     def fits(self) -> bool:
+        """Whether the parts divide the size, or repeat it where that is allowed."""
         return self.parts > 0 and (self.size % self.parts == 0 or (self.may_repeat and self.parts % self.size == 0))
 
 

@@ -33,6 +33,11 @@ class RopeScaling:
 
 
 def rope(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` for rotary positions.
+
+    Raises:
+        UnsupportedArchitecture: a kind of scaling is not known.
+    """
     # transformers 5 keeps theta and scaling together in rope_parameters; 4 has rope_theta and rope_scaling apart.
     key, parameters = rope_parameters(config)
     theta = config.number("rope_theta", 10000.0)
@@ -57,6 +62,7 @@ def rope_parameters(config: ConfigReader) -> tuple[str, ConfigReader]:
 
 
 def rope_kind(parameters: ConfigReader) -> str:
+    """The kind of scaling, "default" where none is named."""
     return parameters.text("rope_type" if parameters.has("rope_type") else "type", "default")
 
 

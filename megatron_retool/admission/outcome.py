@@ -8,6 +8,8 @@ from typing import Any
 
 
 class AdmissionVerdict(StrEnum):
+    """How a check ended."""
+
     PASS = "pass"
     FAIL = "fail"
     NOT_APPLICABLE = "not applicable"
@@ -55,11 +57,14 @@ class Admission:
 
     @property
     def admitted(self) -> bool:
+        """Whether no check failed."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[Check, ...]:
+        """The checks that failed."""
         return tuple(check for check in self.checks if check.verdict is AdmissionVerdict.FAIL)
 
     def as_json(self) -> dict[str, Any]:
+        """The admission as its JSON file has it."""
         return {**asdict(self), "admitted": self.admitted}

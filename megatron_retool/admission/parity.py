@@ -51,6 +51,7 @@ def too_far(found: Found) -> Found:
 
 
 def mini_batch() -> TrajectoryBatch:
+    """The mini-batch that every layout learns from, with all columns."""
     batch = with_copies(random_batch(LENGTHS), COPIES)
     rng = np.random.default_rng(5)
     count = batch.num_response_tokens

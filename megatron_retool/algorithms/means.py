@@ -15,6 +15,7 @@ class Mean(float):
     over: float
 
     def __new__(cls, value: float, over: float) -> Mean:
+        """A number that knows how many items it is the mean of."""
         mean = super().__new__(cls, value)
         mean.over = over
         return mean

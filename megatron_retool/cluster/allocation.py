@@ -40,9 +40,11 @@ class Allocation:
 
     @property
     def gpus(self) -> int:
+        """GPUs of the cluster."""
         return self.config.cluster.nodes * self.config.cluster.gpus_per_node
 
     def summary(self) -> str:
+        """One line: what the run needs of what there is."""
         cluster = self.config.cluster
         if not cluster.gpus_per_node:
             return f"{cluster.nodes} nodes without GPUs: {_demand(self.config, self.placement is None)}"
@@ -157,6 +159,7 @@ def _warnings(config: Config, needed: int, sft: bool) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Check a configuration against the job's nodes, or print values that a job script needs; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--nodes", type=int, help="default: cluster.nodes")

@@ -65,6 +65,7 @@ class EngineWorker:
         return self.engine.base_url
 
     def stop(self) -> None:
+        """End the engine's server."""
         if self.engine is not None:
             self.engine.stop()
 
@@ -99,6 +100,7 @@ class EngineGroup:
         return worker.remote(config, index, self._tokenizer, self._weights_from_sync, gpus, engine_key())
 
     async def start(self, model_path: str) -> None:
+        """Start every engine, all at once, and learn their URLs."""
         self.urls = list(await asyncio.gather(*(resolved(worker.start.remote(model_path)) for worker in self.workers)))
 
     def by_sender(self, urls: Sequence[str]) -> dict[int, list[str]]:

@@ -24,7 +24,8 @@ SYNC_ATTEMPTS = 3
 class WeightSource(ScoringLearner, Protocol):
     """A learner group, as far as engines are concerned."""
 
-    async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]: ...
+    async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]:
+        """Send the weights to the engines at ``senders`` (base URLs by learner rank); weight_sync/* metrics."""
 
 
 class EngineWeights:

@@ -27,8 +27,11 @@ _WEIGHTS, _CACHE = Memory.WEIGHTS, Memory.KV_CACHE
 class PhasedModel(Protocol):
     """A learner group, as far as its memory is concerned."""
 
-    async def offload(self, *parts: str) -> None: ...
-    async def reload(self, *parts: str) -> None: ...
+    async def offload(self, *parts: str) -> None:
+        """Move parts of the model to host memory."""
+
+    async def reload(self, *parts: str) -> None:
+        """Bring parts of the model back."""
 
 
 class GpuPhases:

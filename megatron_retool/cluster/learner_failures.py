@@ -57,6 +57,7 @@ def failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:
 
 
 def in_one_line(error: BaseException) -> str:
+    """The error's first and last line, and whether memory ran out."""
     text = str(getattr(error, "cause", None) or error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]

@@ -135,16 +135,19 @@ class LearnerWorker:
     # The answers of these are the same on every rank; rank 0's alone leaves its process.
 
     def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
+        """``Learner.log_probs``; None on other ranks than the first."""
         with self._phase(Phase.REFERENCE if reference else Phase.OLD_LOG_PROB):
             found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
         return found if self.rank == 0 else None
 
     def values(self, batch: TrajectoryBatch) -> FloatArray | None:
+        """``Learner.values``; None on other ranks than the first."""
         with self._phase(Phase.VALUES):
             found = self.learner.values(batch)
         return found if self.rank == 0 else None
 
     def update(self, batch: TrajectoryBatch, sampling: SamplingSettings, kl_in_loss: float | None = None) -> Updated:
+        """``Learner.update``, and the rank's own seconds."""
         with self._phase(Phase.UPDATE_ACTOR):
             metrics = self.learner.update(_arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
@@ -152,6 +155,7 @@ class LearnerWorker:
     def update_fused(
         self, batch: TrajectoryBatch, sampling: SamplingSettings, kl_in_loss: float | None, step_without_loss: bool
     ) -> tuple[FusedUpdate | None, float]:
+        """``Learner.update_fused``, and the rank's own seconds."""
         with self._phase(Phase.UPDATE_ACTOR):
             found = self.learner.update_fused(
                 _arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss, step_without_loss=step_without_loss
@@ -159,6 +163,7 @@ class LearnerWorker:
         return (found if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
+        """``Learner.update_critic``, and the rank's own seconds."""
         with self._phase(Phase.UPDATE_CRITIC):
             metrics = self.learner.update_critic(batch)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
@@ -182,15 +187,19 @@ class LearnerWorker:
         return found if self.rank == 0 else None
 
     def peak_memory(self) -> dict[str, float]:
+        """perf/* of this rank's device since the last call."""
         return peak_memory(self.learner.device)
 
     def offload(self, *parts: str) -> None:
+        """``Learner.offload``."""
         self.learner.offload(*parts)
 
     def reload(self, *parts: str) -> None:
+        """``Learner.reload``."""
         self.learner.reload(*parts)
 
     def load(self, directory: str) -> None:
+        """``Learner.load``."""
         self.learner.load(directory)
 
     def save(self, directory: str, asynchronous: bool, weights_only: bool) -> str | None:
@@ -198,6 +207,7 @@ class LearnerWorker:
         return _failure_of(lambda: self.learner.save(directory, asynchronous=asynchronous, weights_only=weights_only))
 
     def finish_save(self) -> str | None:
+        """``Learner.finish_save``; what failed, or None."""
         return _failure_of(self.learner.finish_save)
 
     def sync_weights(self, senders: dict[int, list[str]], version: int) -> SyncReport | WeightSyncError | None:
@@ -310,6 +320,11 @@ class LearnerGroup:
         self._rows = RowStore()
 
     async def setup(self, total_optimizer_steps: int) -> None:
+        """Build the model on every rank.
+
+        Raises:
+            LearnerDied: a rank ended meanwhile.
+        """
         try:
             master = await self.workers[0].rendezvous.remote()
         except DEATHS as error:
@@ -396,6 +411,7 @@ class LearnerGroup:
         _check_saved(await self._on_all_ranks(LearnerWorker.finish_save))
 
     async def load(self, directory: Path) -> None:
+        """Continue from a checkpoint on every rank."""
         await self._on_all_ranks(LearnerWorker.load, str(directory.absolute()))
 
     async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]:

@@ -52,7 +52,8 @@ class LogProbMismatch(OperationError):
 class ScoringLearner(Protocol):
     """A learner group, as far as its log-probs are concerned."""
 
-    async def log_probs(self, batch: TrajectoryBatch, *, sampling: SamplingSettings) -> Any: ...
+    async def log_probs(self, batch: TrajectoryBatch, *, sampling: SamplingSettings) -> Any:
+        """Log-probs of the batch under ``sampling``; see ``Learner.log_probs``."""
 
 
 class LogProbCheck:

@@ -63,6 +63,7 @@ def interface_with(address: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Print this node's address, interface and a free port; the exit status."""
     parser = argparse.ArgumentParser(description="Print this node's address, interface and a free port.")
     parser.add_argument("peer", help="another node; this one where the job has one node only")
     parser.add_argument("--interface", help="take this interface's address instead of asking the routing table")

@@ -30,6 +30,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
+    """Which role runs on which GPUs of which node."""
+
     slots: tuple[Slot, ...]
     gpus_per_node: int
     colocated: bool

@@ -53,6 +53,7 @@ def wait_for_nodes(
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Wait until the expected nodes have joined Ray; 1 where some have not in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", required=True, help="IP:PORT of the head's GCS")
     parser.add_argument("--expect", required=True, help="comma-separated node names")

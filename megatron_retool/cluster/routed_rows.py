@@ -42,6 +42,7 @@ class RowStore:
         return replace(batch, routed_experts=stored)
 
     def release(self) -> None:
+        """Forget the rows."""
         self._rows = self._reference = None
 
     def _reference_to(self, rows: ExpertArray) -> Any:

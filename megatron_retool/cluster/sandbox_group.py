@@ -48,6 +48,7 @@ class SandboxWorker:
         return self.server.url, started
 
     def stop(self) -> None:
+        """End the code interpreter's server."""
         self.server.stop()
 
 
@@ -80,6 +81,7 @@ class SandboxGroup:
         self._watches = [asyncio.create_task(self._keep_running(index)) for index in range(len(self.workers))]
 
     async def stop(self) -> None:
+        """End every server, and stop watching them."""
         for watch in self._watches:
             watch.cancel()
         await stop_actors(self.workers)

@@ -30,6 +30,7 @@ EXIT_STATUS = {1: "a check failed, no family covers the model, or an error, whic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``admit`` takes on the command line."""
     parser.add_argument(
         "models", metavar="HF_DIR_OR_CONFIG", nargs="*", help="directory, config.json, or a published model's name"
     )
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``admit``; the exit status."""
     from megatron_retool.admission.layouts import FEW, NAMED
     from megatron_retool.admission.requests import Request, architecture_of, one_of_each_family, read_config
 

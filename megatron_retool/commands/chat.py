@@ -32,6 +32,7 @@ EXIT_STATUS = {1: "an error, which the last line says; --prompt has no answer"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``chat`` takes on the command line."""
     add_target(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     parser.add_argument("--no-tools", action="store_true", help="the model gets none")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``chat``; the exit status."""
     from megatron_retool.serving.chat import Chat, Lines
     from megatron_retool.serving.service import Service
 

@@ -24,6 +24,7 @@ EXIT_STATUS = {1: "a fault was found, or an error, which the last line says"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``check`` takes on the command line."""
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="a run's directory, a checkpoint's or a model's"
     )
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``check``; the exit status."""
     for directory in options.directories:  # before the imports, which take seconds
         if not directory.is_dir():
             raise ConfigError(f"{directory} is no directory: give a run, a checkpoint or a model's directory")

@@ -21,6 +21,7 @@ EXIT_STATUS = {1: "an error, which the last line says, or the file that was writ
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``config from-verl`` takes on the command line."""
     parser.add_argument("file", metavar="FILE", type=Path, help="verl's configuration or script")
     parser.add_argument(
         "--output", metavar="OUT", type=Path, help="default: FILE's name with .yaml, in the working directory"
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``config from-verl``; the exit status."""
     from megatron_retool.from_verl.command import translate_file
 
     return translate_file(options.file, options.output, console)

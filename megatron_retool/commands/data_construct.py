@@ -38,6 +38,7 @@ PROMPT = shipped("configs/data_construct_prompt.txt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``data construct`` takes on the command line."""
     parser.add_argument("--input", metavar="FILE", type=Path, required=True, help="parquet, JSON Lines or JSON")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True)
     endpoint = parser.add_argument_group("the model that rewrites")
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``data construct``; the exit status."""
     from megatron_retool.commands.running import run_async
     from megatron_retool.config import load_config
     from megatron_retool.data.construct.run import PromptTemplate

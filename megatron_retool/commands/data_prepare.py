@@ -26,6 +26,7 @@ from megatron_retool.interruption import interrupts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``data prepare`` takes on the command line."""
     parser.add_argument("name", metavar="NAME", choices=NAMES, help=", ".join(NAMES))
     parser.add_argument("--output", metavar="DIR", type=Path, help="default: data/NAME")
     source = parser.add_mutually_exclusive_group()
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``data prepare``; the exit status."""
     from megatron_retool.config import DataConfig
     from megatron_retool.data.path_checks import check_directory
     from megatron_retool.data.prepare.datasets import DATA_SETS

@@ -16,11 +16,13 @@ from rich.console import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``diff`` takes on the command line."""
     parser.add_argument("first", metavar="RUN", type=Path, help="a run's directory, runs/<experiment_name>")
     parser.add_argument("others", metavar="RUN", type=Path, nargs="+", help="one more, or several")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``diff``; the exit status."""
     from megatron_retool.reports.compare import compare_runs
     from megatron_retool.viewer.compare_runs import print_comparison
 

@@ -32,6 +32,7 @@ EXIT_STATUS = {1: "a step failed, or an error, which the last line says"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``doctor`` takes on the command line."""
     parser.add_argument("--gpus", metavar="N", type=at_least(0), help="GPUs to use (default: all; 0: none)")
     parser.add_argument(
         "--steps", dest="chosen", metavar="NAME", nargs="+", help="these steps or groups, with what they need"
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``doctor``; the exit status."""
     # Before the imports, which take seconds, and before the steps, which take minutes.
     select(options.chosen)
     nodes = _nodes(options)

@@ -36,10 +36,12 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``evaluate`` takes on the command line."""
     add_config(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``evaluate``; the exit status."""
     config = load(options)
     check_paths(config, prompts=["val_files"])  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run

@@ -20,10 +20,12 @@ SETTINGS = ("trainer.seed", "demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``make demo`` takes on the command line."""
     add_config(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``make demo``; the exit status."""
     config = load(options)
     check_directory("demo.directory", Path(config.demo.directory))
     from megatron_retool.data.demo import make_demo

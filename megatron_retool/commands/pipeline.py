@@ -40,6 +40,7 @@ EXIT_STATUS = LEFT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``pipeline`` takes on the command line."""
     add_config(parser)
     parser.add_argument(
         "--quick",
@@ -66,6 +67,7 @@ def quick_form(config_file: str) -> str:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``pipeline``; the exit status."""
     path = quick_form(config_file(options)) if options.quick else config_file(options)
     config = load_config(path, options.overrides)
     # Before the imports, which take seconds.

@@ -27,6 +27,7 @@ EXIT_STATUS = {1: "an error, which the last line says, or the configuration does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``plan`` takes on the command line."""
     parser.add_argument("--config", metavar="FILE", help="YAML file (default: that of --run, or the defaults)")
     parser.add_argument(
         "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
@@ -66,6 +67,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``plan``; the exit status."""
     from megatron_retool.planning.cli import run as plan
 
     return plan(options, console)

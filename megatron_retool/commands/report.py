@@ -18,10 +18,12 @@ from megatron_retool.interruption import interrupts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``report`` takes on the command line."""
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``report``; the exit status."""
     from megatron_retool.reports.summary import summarise
     from megatron_retool.viewer.report import write_report
 

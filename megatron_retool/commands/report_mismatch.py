@@ -14,10 +14,12 @@ from megatron_retool.interruption import interrupts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``report mismatch`` takes on the command line."""
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``report mismatch``; the exit status."""
     from megatron_retool.reports.mismatch import write_mismatch_report
 
     with interrupts():

@@ -19,6 +19,7 @@ from megatron_retool.interruption import interrupts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``report referee`` takes on the command line."""
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
     parser.add_argument("--step", metavar="N", type=at_least(1), help="default: the newest that can be judged")
     parser.add_argument(
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``report referee``; the exit status."""
     from megatron_retool.reports.referee.page import print_summary
     from megatron_retool.reports.referee.report import write_referee_report
 

@@ -38,6 +38,7 @@ KEY_VARIABLE = "MEGATRON_RETOOL_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``serve`` takes on the command line."""
     add_target(parser)
     parser.add_argument("--tools", action="store_true", help="run the run's tools on the server's side")
     parser.add_argument(
@@ -68,6 +69,7 @@ def key_of(option: str | None, variable: str | None, *, private: bool) -> tuple[
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``serve``; the exit status."""
     from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address, serve
     from megatron_retool.serving.service import Service

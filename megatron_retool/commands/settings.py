@@ -49,6 +49,7 @@ def load(options: argparse.Namespace) -> Config:
 
 
 def config_file(options: argparse.Namespace) -> str:
+    """The configuration that --config names, or the demo's."""
     return options.config or str(DEMO_CONFIG)
 
 

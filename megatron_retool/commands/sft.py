@@ -34,10 +34,12 @@ EXIT_STATUS = LEFT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``sft`` takes on the command line."""
     add_config(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``sft``; the exit status."""
     config = load(options)
     check_paths(config, stages=True)  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_model, check_run

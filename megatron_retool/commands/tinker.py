@@ -36,6 +36,7 @@ DIRECTORY = Path("runs/tinker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``tinker`` takes on the command line."""
     parser.add_argument("model", metavar="MODEL", help="a model's directory, a run, or a checkpoint of one")
     parser.add_argument("--config", metavar="FILE", help="YAML file in place of the run's config.yaml")
     parser.add_argument(
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``tinker``; the exit status."""
     from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address
     from megatron_retool.serving.source import context_length, find_source

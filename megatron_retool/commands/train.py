@@ -35,10 +35,12 @@ EXIT_STATUS = running.LEFT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``train`` takes on the command line."""
     add_config(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``train``; the exit status."""
     config = load(options)
     check_paths(config, prompts=("train_files", "val_files"))  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_extensions, check_model, check_run

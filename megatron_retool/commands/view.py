@@ -30,6 +30,7 @@ _OF_TEXT = {"group": None, "index": 0, "segment": 0, "color": "surprise", "token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``view`` takes on the command line."""
     parser.add_argument("run_dir", metavar="PATH", type=Path, help="a run's directory, runs/<experiment_name>, or runs")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, only this machine)"
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    """Carry out ``view``; the exit status."""
     if options.text:
         return _print(options, console)
     given = [name for name, default in _OF_TEXT.items() if getattr(options, name) != default]

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
+    """DAPO's filter of groups whose members are all alike (arXiv:2503.14476, section 3.2)."""
+
     enable: bool = True
     """Must be off where a critic learns (algorithm.advantage=gae): it learns from groups of equal reward too."""
     max_generation_batches: int = not_negative(10)

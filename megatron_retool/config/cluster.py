@@ -9,6 +9,8 @@ from megatron_retool.config.base import at_least_one, choice, not_negative
 
 @dataclass(frozen=True)
 class ClusterConfig:
+    """Machines, and who runs where on them."""
+
     nodes: int = at_least_one(1, maximum=100_000)
     """Machines of the run."""
     gpus_per_node: int = not_negative(0, maximum=1024)

@@ -31,6 +31,7 @@ class FromEnvironment(str):
     source: str
 
     def __new__(cls, value: str, source: str) -> FromEnvironment:
+        """A text that knows what the configuration says in its place."""
         found = super().__new__(cls, value)
         found.source = source
         return found

@@ -14,6 +14,8 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, not_n
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
     name: str = choice("adamw", "muon")
     """muon: matrices step by the orthogonalised mean of their gradients, and embeddings, output layer, norms, biases
     and routers by AdamW. One moment a matrix in place of two. Needs use_distributed_optimizer=false."""
@@ -70,6 +72,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
+    """FP8 training by Transformer Engine."""
+
     recipe: str | None = choice(None, "tensorwise", "blockwise", "mxfp8")
     """How FP8 values are scaled: by tensor, in blocks of 128, in blocks of 32; null: no FP8. Needs Transformer Engine
     and a GPU that has FP8."""
@@ -82,6 +86,8 @@ class Fp8Config:
 
 @dataclass(frozen=True)
 class RecomputeConfig:
+    """Activations that are computed again in the backward pass."""
+
     granularity: str | None = choice(None, "full", "selective")
     """full: whole layers. selective: the parts of a layer that modules names. null: nothing is computed again."""
     method: str | None = choice(None, "uniform", "block")
@@ -178,6 +184,8 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
+    """The Megatron-Core learner: layout, precision, memory and speed."""
+
     world_size: int = at_least_one(1, maximum=1_000_000)
     """Learner processes (GPUs). Data parallel size = world_size / (TP x PP x CP)."""
     device: str = choice("auto", "cpu", "cuda")

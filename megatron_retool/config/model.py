@@ -16,6 +16,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The model that is trained, and its files."""
+
     path: str = ""
     """Hugging Face directory (config.json, safetensors, tokenizer) or hub id. Tokenizer and engines read it."""
     mcore_path: str | None = None

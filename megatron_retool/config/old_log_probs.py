@@ -32,6 +32,7 @@ class OldLogProbsSource:
 
     @property
     def fused(self) -> bool:
+        """Whether an update's own forward pass gives them."""
         return self.source in (OldLogProbs.UPDATE, OldLogProbs.FIRST_UPDATE)
 
     @property

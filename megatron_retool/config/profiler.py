@@ -15,6 +15,8 @@ SET_BY_US = ("o", "output", "capture-range", "c", "capture-range-end", "force-ov
 
 @dataclass(frozen=True)
 class ProfilerConfig:
+    """Which steps and ranks are recorded, and by what."""
+
     tool: str = choice("none", "torch", "nsys")
     """torch: torch.profiler, a trace and a table for each step in the run's profile/. nsys: the ranks run under Nsight
     Systems, which records the steps with the phases as NVTX ranges. none: nothing is recorded, and nothing is paid."""

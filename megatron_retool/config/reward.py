@@ -13,6 +13,8 @@ LENGTH_PENALTIES = ("none", "soft_punish", "piecewise")
 
 @dataclass(frozen=True)
 class OverlongConfig:
+    """What long responses lose."""
+
     mode: str = "none"
     """What long responses lose: none: nothing, soft_punish: DAPO's linear penalty within buffer_length of the limit,
     piecewise: that of pieces, or what a function of one's own says: path/to/file.py:function or
@@ -31,6 +33,8 @@ class OverlongConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
+    """A chat model as the reward."""
+
     url: str = ""
     """The base of an OpenAI-compatible API, such as http://localhost:30000/v1 or https://api.openai.com/v1."""
     model: str = ""
@@ -74,6 +78,8 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """The reward function, its processes and their limits."""
+
     function: str = "math"
     """"math", "by_data_source" (the grader that verl takes for a row's data_source), "deep_research" (ARPO's tags),
     "deep_research_hermes", "reasoning_gym", "judge" (a chat model, see reward.judge), or path/to/file.py:function or

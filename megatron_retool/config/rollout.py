@@ -14,12 +14,16 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, fract
 
 @dataclass(frozen=True)
 class SamplingConfig(SamplingSettings):
+    """Sampling of responses that are trained on."""
+
     n: int = at_least_one(16, maximum=1_000_000)
     """Responses to each prompt."""
 
 
 @dataclass(frozen=True)
 class ValSamplingConfig(SamplingConfig):
+    """Sampling of validations."""
+
     n: int = at_least_one(30, maximum=1_000_000)
     """Responses to each prompt, over which mean, best and majority are taken."""
     top_p: float = number(0.6, above=0, maximum=1)
@@ -28,6 +32,8 @@ class ValSamplingConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class QuickValConfig:
+    """What quick validations sample otherwise than full ones."""
+
     n: int = at_least_one(4, maximum=1_000_000)
     """Responses to each prompt; they are sampled as rollout.val says."""
 
@@ -48,6 +54,8 @@ class ToolEntry:
 
 @dataclass(frozen=True)
 class MultiTurnConfig:
+    """Turns, tool calls, and their limits."""
+
     format: str = "hermes"
     """"hermes", "qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v3", "llama3", "glm45", "harmony", "retool", "arpo"
     (docs/extending.md), or package.module:Class or path/to/file.py:Class of a ToolCallFormat."""
@@ -165,6 +173,8 @@ class EngineAdaptersConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
+    """The inference engines."""
+
     backend: str = "sglang"
     """"sglang", "transformers" (one slow model in the driver, for debugging: it takes new weights from files in the
     run's directory, whatever weight_sync.method), or package.module:Class or path/to/file.py:Class that follows
@@ -313,6 +323,8 @@ SETTINGS_OF_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class PartialRolloutConfig:
+    """Responses that a step leaves unfinished."""
+
     enable: bool = False
     """Responses that are not finished when a step has its groups are paused, and go on in the next step.
     Their tool calls run on meanwhile and are not made again."""
@@ -371,6 +383,8 @@ class AgentLimitsConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """Everything that generates: sampling, agents, engines."""
+
     train: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling of the responses that are trained on."""
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)

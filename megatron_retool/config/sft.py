@@ -41,6 +41,8 @@ class SFTStage:
 
 @dataclass(frozen=True)
 class SFTConfig:
+    """Supervised fine-tuning in stages."""
+
     stages: list[SFTStage] = field(default_factory=list)
     """Passes one after another, each on the weights of the one before."""
     messages_key: str = "messages"

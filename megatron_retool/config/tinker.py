@@ -9,6 +9,8 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, posit
 
 @dataclass(frozen=True)
 class TinkerConfig:
+    """The server of the Tinker protocol."""
+
     names: list[str] = field(default_factory=list)
     """Names by which clients may call the model, beside that of its directory. The cookbook's recipes know only
     published names, such as Qwen/Qwen3-8B."""

@@ -14,6 +14,8 @@ _HOST = re.compile(r"\.?[\w-]+(\.[\w-]+)*")
 
 @dataclass(frozen=True)
 class CodeInterpreterConfig:
+    """The Python sandbox."""
+
     url: Any = None
     """An existing SandboxFusion-compatible server, or a list of them; None: the trainer starts one on each node."""
     workers: int = at_least_one(128, maximum=65536)
@@ -77,6 +79,8 @@ class SearchServiceConfig:
 
 @dataclass(frozen=True)
 class SearchConfig:
+    """The search tool."""
+
     backend: str = "local"
     """local (BM25 in a corpus), serper, bing, brightdata, retriever, or package.module:Class or path/to/file.py:Class
     of a SearchBackend (docs/extending.md)."""
@@ -113,6 +117,8 @@ class ReadPageConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
+    """The tools that the run provides."""
+
     code_interpreter: CodeInterpreterConfig = field(default_factory=CodeInterpreterConfig)
     """The Python sandbox."""
     search: SearchConfig = field(default_factory=SearchConfig)

@@ -17,6 +17,8 @@ AT_END = ("export", "report", "summary")
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
+    """When a validation metric ends the run."""
+
     metric: str = ""
     """A validation metric, such as val-core/all/acc/mean@30 or val-quick/all/acc/mean@4; empty: no early end."""
     mode: str = choice("max", "min")
@@ -29,6 +31,8 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    """The run itself: name, length, validations, checkpoints, faults."""
+
     project_name: str = "megatron-retool"
     """What wandb, MLflow, SwanLab and Trackio file the run under."""
     experiment_name: str = "experiment"

@@ -33,6 +33,8 @@ from megatron_retool.registry import Need
 
 @dataclass(frozen=True)
 class Config:
+    """All settings of a run, a section each."""
+
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -163,5 +163,6 @@ def check_text(value: Any, path: str | Path, row: int, column: str) -> None:
 
 
 def write_parquet(path: str | Path, table: pa.Table) -> None:
+    """Write a table under a temporary name, and rename it."""
     with atomic_write(path) as handle:
         pq.write_table(table, handle, compression="zstd", write_page_checksum=True)

@@ -46,6 +46,8 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class Trace:
+    """Reasoning with tool calls that was read from tagged text."""
+
     calls: list[TracedCall]
     answer: str
     """What follows the last block."""
@@ -126,4 +128,5 @@ def tool_call(name: str, arguments: dict[str, str], content: str) -> Message:
 
 
 def tool_result(output: str) -> Message:
+    """The message with a tool's output."""
     return {"role": "tool", "content": output}

@@ -214,6 +214,7 @@ class ByteTokenizer:
     """The tiny models read bytes."""
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The text's UTF-8 bytes as token ids."""
         return list(text.encode())
 
 

@@ -69,6 +69,7 @@ def boundaries() -> list[int]:
 
 
 def torch_kernels(session: DoctorSession) -> list[StepFigure]:
+    """torch's own matrix products, softmax and attention against float64."""
     found = Comparison(session.device)
     for dtype, bound in ((torch.float32, FP32), (torch.bfloat16, BF16)):
         name = str(dtype).removeprefix("torch.")
@@ -146,6 +147,7 @@ def transformer_engine(session: DoctorSession) -> list[StepFigure]:
 
 
 def flash_attn(session: DoctorSession) -> list[StepFigure]:
+    """flash-attn's packed causal attention against float64."""
     session.need_gpus(1, "flash-attn")
     _need("flash_attn", "flash-attn")
     from flash_attn import flash_attn_varlen_func
@@ -160,6 +162,7 @@ def flash_attn(session: DoctorSession) -> list[StepFigure]:
 
 
 def apex(session: DoctorSession) -> list[StepFigure]:
+    """Apex's fused weight gradient, which adds to a float32 buffer, against float64."""
     session.need_gpus(1, "Apex")
     _need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
     import fused_weight_gradient_mlp_cuda

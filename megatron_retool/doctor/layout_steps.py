@@ -25,28 +25,34 @@ REPEATS = 5
 
 
 def dp(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in data parallelism, against one rank."""
     return _layout(session, model.DENSE, lambda ranks: [])
 
 
 def tp(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in tensor parallelism, against one rank."""
     return _layout(session, model.DENSE, lambda ranks: [f"tensor_model_parallel_size={ranks}"])
 
 
 def sp(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in tensor parallelism with sequence parallelism, against one rank."""
     return _layout(
         session, model.DENSE, lambda ranks: [f"tensor_model_parallel_size={ranks}", "sequence_parallel=true"]
     )
 
 
 def pp(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in pipeline parallelism, against one rank."""
     return _layout(session, model.DENSE, lambda ranks: [f"pipeline_model_parallel_size={ranks}"])
 
 
 def cp(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in context parallelism, against one rank."""
     return _layout(session, model.DENSE, lambda ranks: [f"context_parallel_size={ranks}"])
 
 
 def ep(session: DoctorSession) -> list[StepFigure]:
+    """All ranks in expert parallelism, against one rank."""
     return _layout(session, model.EXPERTS, lambda ranks: [f"expert_model_parallel_size={ranks}"])
 
 

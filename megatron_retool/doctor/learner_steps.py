@@ -73,6 +73,7 @@ def learner_config(session: DoctorSession, kind: str, *overrides: str) -> Config
 
 
 def make_learner(config: Config) -> MeasuredLearner:
+    """A learner that measures itself, with the weights of ``model.path``."""
     return MeasuredLearner(
         config, optimizer=config.learner.optimizer, total_optimizer_steps=100, hf_dir=config.model.path
     )
@@ -110,6 +111,7 @@ def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds
 
 
 def read_reference(session: DoctorSession, kind: str) -> dict[str, Any]:
+    """The arrays that transformers computed of the model ``kind``, by name."""
     found: dict[str, Any] = load_arrays(model.reference_file(session, kind))
     return found
 
@@ -123,6 +125,7 @@ def finest_dtype() -> tuple[str, Bounds]:
 
 
 def fp32(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in float32 against transformers."""
     with_engine = Acceleration.detect().transformer_engine is not None
     try:
         return _parity(session, TF32 if with_engine else FP32, "learner.dtype=float32")
@@ -133,18 +136,22 @@ def fp32(session: DoctorSession) -> list[StepFigure]:
 
 
 def bf16(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in bfloat16 against transformers."""
     return _parity(session, BF16, "learner.dtype=bfloat16")
 
 
 def fp8_tensorwise(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in FP8 with a scale for each tensor."""
     return _fp8(session, "tensorwise")
 
 
 def fp8_blockwise(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in FP8 with a scale for each block of 128."""
     return _fp8(session, "blockwise")
 
 
 def fp8_mxfp8(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in FP8 with a scale for each block of 32."""
     return _fp8(session, "mxfp8")
 
 
@@ -161,6 +168,7 @@ def _fp8(session: DoctorSession, recipe: str) -> list[StepFigure]:
 
 
 def model_architecture(session: DoctorSession, kind: str) -> Any:
+    """The architecture of the session's model ``kind``."""
     from conversion.model.architecture import Architecture
 
     return Architecture.from_pretrained(model.model_directory(session, kind))

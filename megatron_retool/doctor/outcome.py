@@ -12,6 +12,8 @@ from megatron_retool.errors import OperationError
 
 
 class StepVerdict(StrEnum):
+    """How a step ended."""
+
     PASS = "pass"
     FAIL = "fail"
     SKIPPED = "skipped"
@@ -75,6 +77,7 @@ class StepFigure:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> StepFigure:
+        """The figure that ``as_json`` wrote."""
         limits = {key: found.get(key) for key in ("at_most", "at_least")}
         return cls(found["name"], found["value"], found.get("unit", ""), **limits)
 
@@ -106,6 +109,7 @@ class StepOutcome:
         return cls(step, StepVerdict.FAIL, reason="; ".join(wrong), cure=cure, figures=tuple(figures))
 
     def as_json(self) -> dict[str, Any]:
+        """The outcome as the report's JSON has it; empty texts are left out."""
         found: dict[str, Any] = {"step": self.step, "verdict": str(self.verdict), "seconds": round(self.seconds, 1)}
         found |= {key: text for key, text in (("reason", self.reason), ("cure", self.cure)) if text}
         return found | {"figures": [figure.as_json() for figure in self.figures]}

@@ -16,14 +16,17 @@ VERSIONS = {"disk": 11, "tensor": 12, "distributed": 13}
 
 
 def disk(session: DoctorSession) -> list[StepFigure]:
+    """Send weights through files, and compare the engine's checksums."""
     return send(session, "disk")
 
 
 def tensor(session: DoctorSession) -> list[StepFigure]:
+    """Send weights through shared memory or CUDA IPC, and compare the engine's checksums."""
     return send(session, "tensor")
 
 
 def distributed(session: DoctorSession) -> list[StepFigure]:
+    """Broadcast weights in a process group, and compare the engine's checksums."""
     if session.gpus:
         session.need_gpus(2, "NCCL takes no two processes on one GPU: a broadcast from learner to engine")
     return send(session, "distributed")

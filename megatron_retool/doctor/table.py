@@ -34,6 +34,7 @@ def outcomes_table(outcomes: Sequence[StepOutcome]) -> Table:
 
 
 def verdict_text(verdict: StepVerdict) -> Text:
+    """The verdict in its colour."""
     return Text(str(verdict), style=_STYLES[verdict])
 
 

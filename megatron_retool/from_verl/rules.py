@@ -100,6 +100,7 @@ class VerlValues:
         return default
 
     def decide(self, text: str) -> None:
+        """Note a question that the user has to decide, once."""
         if text not in self.decisions:
             self.decisions.append(text)
 
@@ -110,6 +111,7 @@ class VerlValues:
         return next((base / path for base in [Path.cwd(), *above] if (base / path).is_file()), None)
 
     def is_true(self, *keys: str) -> bool:
+        """Whether one of the keys is given and true."""
         return any(self.given.get(key) is True for key in keys)
 
 

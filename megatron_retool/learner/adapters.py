@@ -322,6 +322,7 @@ class MergedWeights:
         self._adapters = {id(module.weight): lora for module, lora in found if isinstance(lora, Adapter)}
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        """The parameter's value with its adapter added, where it has one; in the weight's dtype."""
         weight = weight_value(parameter)
         adapter = self._adapters.get(id(parameter))
         return weight if adapter is None else (weight.float() + adapter.delta()).to(weight.dtype)

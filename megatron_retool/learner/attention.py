@@ -49,6 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x`` over its root mean square, times the weight; in the shape and dtype of ``x``."""
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 
 
@@ -74,6 +75,7 @@ class SwiGLUMLP(MLP):
         super().__init__(config, layers, tp_group=parallel_state.get_tensor_model_parallel_group())
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        """The MLP's output and bias, for hidden states [t, 1, h]."""
         gate_and_up, _bias = self.linear_fc1(hidden_states)
         if self.config.activation_func is F.silu:
             return self.linear_fc2(_SwiGLU.apply(gate_and_up))

@@ -23,6 +23,7 @@ class ExpertOutput(RowParallelLinear):
         self.bias.tensor_model_parallel = True
 
     def forward(self, x: Tensor) -> Any:
+        """The linear layer's output, copied so that what follows may change it in place, and its bias."""
         output, bias = super().forward(x)
         return output.clone(), bias
 

@@ -75,6 +75,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: LocalPackedSequences | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Output [t, 1, h] and bias, for the packed hidden states [t, 1, h]."""
         packed = packed_seq_params
         assert isinstance(packed, LocalPackedSequences) and packed.tree is None, "shared prefixes are refused before"
         sizes, values = self.sizes, self.share * self.sizes.value_dim
@@ -134,6 +135,7 @@ class GatedDeltaNet(MegatronModule):
         return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(convolved.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """The layer's tensors for a distributed checkpoint; decay, step and convolution are split over TP ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}

@@ -99,6 +99,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: LocalPackedSequences | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Output [t, 1, h] and bias, for the packed hidden states [t, 1, h]."""
         latent = self._query_latent(hidden_states)
         query, key, value = self._queries(latent), *self._keys_and_values(hidden_states)
         # Attention wants heads of one size; zeros change neither a score nor what is cut off again.

@@ -78,6 +78,7 @@ class FusedPolicyLoss:
         self.found = torch.zeros(2, mini_batch.num_response_tokens, dtype=torch.float32, device=device)
 
     def __call__(self, micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+        """The micro-batch's loss and metrics; its log-probs and entropy are kept in ``found``."""
         log_probs, entropy = whole_sequences(micro_batch, output)
         positions = torch.from_numpy(micro_batch.response_positions).to(self.found.device)
         if micro_batch.context_rank == 0:

@@ -537,6 +537,7 @@ class PolicyModel(PackedModel):
         return found
 
     def own_head_weight(self) -> Parameter | None:
+        """The output layer's weight on the last stage, which ``_head`` multiplies by itself."""
         # An embedding on the same stage is the head's weight too; its module's forward and backward tell of both uses.
         return self.output_layer.weight if self.post_process else None
 

@@ -554,6 +554,7 @@ class Responses:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, stream: Stream, rows: Int64Array) -> Responses:
+        """The responses of ``rows`` in the stream."""
         lengths = batch.response_lengths[rows].astype(np.int64)
         owner, inside = np.repeat(np.arange(len(rows)), lengths), ramp(lengths)
         return cls(owner, batch.prompt_lengths[rows][owner] + inside, stream.response_starts[rows][owner] + inside)

@@ -115,10 +115,12 @@ class PreparedQueries(SelfAttention):
         self._growth: Tensor | None = None
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """The attention's forward pass, with the growth of queries by position that comes with the packed sequences."""
         self._growth = getattr(packed_seq_params, "query_growth", None)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Queries, keys and values, reordered for rotation in halves and scaled as the family asks."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         if self.pairs:
             query, key = self._in_halves(query), self._in_halves(key)
@@ -156,6 +158,7 @@ class MixedSelfAttention(SelfAttention):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+        """The attention's forward pass with the rotary angles of its kind, local or global."""
         own = None if rotary_pos_emb is None else rotary_pos_emb[int(self.is_local)]
         return super().forward(*args, rotary_pos_emb=own, **kwargs)
 

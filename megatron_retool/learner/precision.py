@@ -60,6 +60,7 @@ class Acceleration:
 
     @classmethod
     def detect(cls) -> Acceleration:
+        """What this process finds: GPU, Transformer Engine, Apex, flash-attn."""
         if not torch.cuda.is_available():
             return cls(cuda=False)
         version = None

@@ -43,9 +43,15 @@ def is_recorded(settings: ProfilerConfig, phase: str) -> bool:
 class ProfilerTool(Protocol):
     """What records from ``start`` to ``stop``."""
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def range(self, name: str) -> AbstractContextManager[None]: ...
+    def start(self) -> None:
+        """Begin to record."""
+
+    def stop(self) -> None:
+        """End recording."""
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Name what happens inside."""
+
     def profile(self, rank: str, name: str, phases: dict[str, float]) -> RankProfile:
         """What was recorded, as files of ``name`` with an ending of its own.
 
@@ -70,17 +76,21 @@ class TorchTool:
         )
 
     def start(self) -> None:
+        """Begin to record."""
         self._profiler.start()
 
     def stop(self) -> None:
+        """End recording."""
         self._profiler.stop()
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
+        """Name what happens inside."""
         with torch.profiler.record_function(name):
             yield
 
     def profile(self, rank: str, name: str, phases: dict[str, float]) -> RankProfile:
+        """Write the trace, and return the operators that took longest."""
         trace = f"{name}.json.gz"
         self._directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -108,14 +118,17 @@ class NsightTool:
         self._cuda: Any = torch.cuda
 
     def start(self) -> None:
+        """Begin the range that nsys records."""
         self._cuda.cudart().cudaProfilerStart()
 
     def stop(self) -> None:
+        """Wait for the GPU, and end the range that nsys records."""
         self._cuda.synchronize()
         self._cuda.cudart().cudaProfilerStop()
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
+        """Name what happens inside by an NVTX range."""
         self._cuda.nvtx.range_push(name)
         try:
             yield
@@ -123,6 +136,7 @@ class NsightTool:
             self._cuda.nvtx.range_pop()
 
     def profile(self, rank: str, name: str, phases: dict[str, float]) -> RankProfile:
+        """Where nsys writes the rank's report."""
         return RankProfile(rank, f"{rank.replace(' ', '_')}_*.nsys-rep (written by nsys)", phases)
 
 

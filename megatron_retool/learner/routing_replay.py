@@ -355,6 +355,7 @@ class RoutingReplay:
         return sum(layer.waiting for layer in self._layers)
 
     def clear(self) -> None:
+        """Forget the experts of the last pass."""
         for layer in self._layers:
             layer.clear()
 

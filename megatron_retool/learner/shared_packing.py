@@ -64,6 +64,7 @@ class SharedPrefixPacker(Packer):
         return side_by_side(trees, [np.searchsorted(rows, part) for part in parts])
 
     def training_flops(self, architecture: Architecture, batch: TrajectoryBatch, plan: Plan | None = None) -> float:
+        """FLOPs of a forward and backward pass, with shared prefixes counted once."""
         plan = plan or self.plan(batch)
         trees = [planned.tree for share in plan.shares for planned in share if planned.tree]
         pairs = sum(tree.num_pairs for tree in trees)

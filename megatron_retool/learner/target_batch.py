@@ -158,6 +158,7 @@ class TargetLoss:
         self.found = torch.zeros(2, *targets.targets.shape, dtype=torch.float32, device=device)
 
     def __call__(self, micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+        """The micro-batch's loss, without metrics; its log-probs and losses are kept in ``found``."""
         log_probs = whole_sequences(micro_batch, output)[:-1].t()  # the last column is the entropy
         counted = micro_batch.column(self._targets.counted)
         inputs = TokenLossInputs(

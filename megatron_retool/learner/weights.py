@@ -95,6 +95,7 @@ class TensorParallelPlace:
 
     @classmethod
     def current(cls) -> TensorParallelPlace:
+        """This rank's place in the present process groups."""
         return cls(
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_rank(),

@@ -146,9 +146,11 @@ class AsyncExperience:
         return self._collected(step, chosen, waited.seconds[Phase.STEP])
 
     def weights_arrived(self) -> None:
+        """Start groups in the slots that newer weights allow."""
         self._start_groups()
 
     def at_checkpoint(self, collected: Collected) -> Collected:
+        """``collected`` with the buffer as it is now: complete groups, and all open prompts."""
         held = [*self._dropped, *self._complete.values()]
         ids = [*self._buffer.generating, *(group[0].group_id for group in held)]
         versions = self._buffer.versions
@@ -316,7 +318,9 @@ class RecordedExperience:
             self._open[row.group_id] = row
         return self._open.pop(group_id)
 
-    def weights_arrived(self) -> None: ...
+    def weights_arrived(self) -> None:
+        """Nothing: no group is generated."""
 
     def at_checkpoint(self, collected: Collected) -> Collected:
+        """``collected``, which knows the prompts that are open."""
         return collected

@@ -43,7 +43,8 @@ class CheckpointedModel(Protocol):
     async def finish_save(self) -> None:
         """Raises SaveError."""
 
-    async def load(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None:
+        """Continue from what ``save`` wrote."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class StepProfiler:
         self._settings = run.config.trainer.profiler
 
     def is_due(self, step: int) -> bool:
+        """Whether ``step`` is recorded."""
         return self._settings.tool != "none" and step in self._settings.steps
 
     async def begin(self, step: int) -> None:

@@ -16,10 +16,15 @@ from megatron_retool.loop.validation_schedule import Validation, validation_afte
 
 
 class Prompt(Protocol):
+    """A prompt, as far as the number of its responses depends on it."""
+
     @property
-    def uid(self) -> str: ...
+    def uid(self) -> str:
+        """Names the data's row."""
+
     @property
-    def group_id(self) -> int: ...
+    def group_id(self) -> int:
+        """Names the group of this draw."""
 
 
 @dataclass

@@ -9,6 +9,8 @@ from megatron_retool.config import TrainerConfig
 
 
 class Validation(Enum):
+    """How much a validation asks."""
+
     FULL = auto()
     """Every validation prompt: val-core/ and val-aux/."""
     QUICK = auto()

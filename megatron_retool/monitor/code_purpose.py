@@ -34,6 +34,8 @@ _BRANCHES = (ast.expr, ast.stmt, ast.comprehension, ast.keyword, ast.ExceptHandl
 
 
 class Purpose(StrEnum):
+    """What a piece of code is for."""
+
     CALCULATION = "calculation"
     VERIFICATION = "verification"
     SEARCH = "search"

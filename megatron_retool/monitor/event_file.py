@@ -40,6 +40,7 @@ class EventFile:
 
     @property
     def path(self) -> Path:
+        """The file that is written."""
         return self._file.path
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,6 +67,7 @@ class EventFile:
         self._file.append(header + _record(Event(step=step, summary=Summary(value=values))))
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
         self._file.close()
 
 

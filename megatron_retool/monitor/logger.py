@@ -177,6 +177,7 @@ class MetricLogger:
                 self.console.print(f"step {step:>5}  {kind}: {validated}", soft_wrap=True, highlight=False)
 
     def close(self) -> None:
+        """Close metrics.jsonl and every logger; a logger that fails is reported and the others are closed."""
         if self._jsonl is not None:
             self._jsonl.close()
         for name, logger in self._loggers.items():

@@ -204,6 +204,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
+        """Count the time inside as ``phase``."""
         start = time.perf_counter()
         self.running.append(phase)
         self.touch()
@@ -223,6 +224,7 @@ class StepTimer:
         return found
 
     def metrics(self) -> dict[str, float]:
+        """Seconds of each phase by its metric's name."""
         return {phase.metric: seconds for phase, seconds in self.seconds.items()}
 
 

@@ -33,14 +33,17 @@ class ProgressLine:
         self.changed: Callable[[], object] = lambda: None
 
     def advance(self, amount: int = 1) -> None:
+        """``amount`` more are done."""
         self.done += amount
         self.changed()
 
     def extend(self, amount: int) -> None:
+        """``amount`` more are to be done."""
         self.total += amount
         self.changed()
 
     def note(self, text: str) -> None:
+        """Show ``text`` beside the count."""
         self.text = text
         self.changed()
 

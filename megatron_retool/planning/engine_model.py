@@ -109,6 +109,12 @@ class EngineModel:
         max_concurrent: int | None = None,
         profile: EngineProfile | None = None,
     ) -> EngineModel:
+        """The engine that ``config`` describes on this accelerator.
+
+        Args:
+            max_concurrent: trajectories that the run gives an engine at a time; None: no limit.
+            profile: measured speeds; None: those of the accelerator.
+        """
         if accelerator.is_cpu:
             width = 4.0 if config.dtype in ("auto", "float32") else 2.0
         else:

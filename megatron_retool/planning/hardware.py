@@ -42,6 +42,7 @@ class Accelerator:
 
     @property
     def is_cpu(self) -> bool:
+        """Whether it is a CPU, whose learner runs on gloo."""
         return self.name == "CPU"
 
 
@@ -149,6 +150,7 @@ class Machines:
 
     @property
     def nodes(self) -> int:
+        """Machines, the last of which may be partly used."""
         return -(-self.count // self.per_node)
 
     def bandwidth_between(self, group: int) -> float:

@@ -244,6 +244,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
+        """Bytes of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -379,6 +380,7 @@ class LearnerMemory:
 
     @property
     def total(self) -> float:
+        """Bytes at the peak of an update."""
         return self.resident + self.activations + self.logits + self.fp8_copies + self.runtime
 
     @property
@@ -398,6 +400,7 @@ class LearnerMemory:
         return float(sum(math.ceil(part / PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES for part in (weights, optimizer)))
 
     def components(self) -> dict[str, float]:
+        """Bytes by name of the part."""
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
 

@@ -65,6 +65,7 @@ def print_header(
     machines: Machines,
     workload: Workload,
 ) -> None:
+    """Print what is planned: model, machines, layout, engines and workload."""
     engine = config.rollout.engine
     lengths = workload.lengths
     checkpoint, unit = _scale(
@@ -96,6 +97,7 @@ def print_header(
 
 
 def memory_table(plan: MemoryPlan, accelerator: str) -> Table:
+    """What a GPU's memory holds at the learner's peak and while engines generate."""
     _, unit = _scale(plan.learner_needed)
     table = Table(title=f"memory of one {accelerator} of {plan.capacity / GIB:.1f} GiB")
     table.add_column("part")
@@ -208,6 +210,7 @@ def print_time(console: Console, time: StepTime, run: RunTime, calibrated: bool)
 
 
 def suggestion_table(candidates: Sequence[Candidate], is_moe: bool) -> Table:
+    """The candidates as rows, with their layout, memory, seconds and throughput."""
     table = Table(title="suggested layouts, fastest first", caption="GiB of the learner; tokens/s and GPU")
     table.add_column("", no_wrap=True)
     table.add_column("learner; placement, recomputation, engines")  # what wraps where the terminal is narrow

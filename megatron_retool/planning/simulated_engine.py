@@ -77,6 +77,7 @@ class Response:
         return self.left - max(0.0, self.target - self.engine.steps)
 
     def take_result(self) -> None:
+        """The tool has answered: its result joins the context."""
         self.calling = False
         self.calls -= 1
         self.context += self.result
@@ -155,6 +156,7 @@ class SimulatedEngine:
         return max(now, self.free_at) + steps * (rate + c * self.batch * steps / 2)
 
     def prefill(self, now: float, trajectory: Response) -> None:
+        """Read what of the trajectory's context is not in the cache; the engine is busy for as long."""
         seconds = self.model.prefill_seconds(trajectory.context - trajectory.cached, trajectory.cached)
         self.free_at = max(now, self.free_at) + seconds
         self.prefilling += seconds

@@ -80,6 +80,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether nothing speaks against it."""
         return not self.problems
 
 
@@ -259,6 +260,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Predicted seconds of a step."""
         return self.time.total
 
 

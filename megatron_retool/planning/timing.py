@@ -93,6 +93,7 @@ class LearnerTime:
 
     @property
     def total(self) -> float:
+        """Seconds of all parts."""
         return float(sum(vars(self).values()))
 
     def scaled(self, share: float) -> LearnerTime:
@@ -121,11 +122,13 @@ class StepTime:
 
     @property
     def training(self) -> float:
+        """Seconds of the learner's passes: log-probs, reference, update and critic."""
         reference = self.reference.total if self.reference else 0.0
         return self.log_probs.total + reference + self.update.total + self.critic
 
     @property
     def total(self) -> float:
+        """Seconds from step to step."""
         generation = self.generation.seconds
         working = max(generation, self.training) if self.overlapped else generation + self.training
         return working + self.weight_sync + self.phase_switch
@@ -472,6 +475,7 @@ class RunTime:
 
     @property
     def hours(self) -> float:
+        """Hours of the run: steps, validations and checkpoints."""
         seconds = self.steps * self.step_seconds + self.validations * self.validation_seconds
         seconds += self.quick_validations * self.quick_validation_seconds
         seconds += self.checkpoints * self.checkpoint_seconds

@@ -75,6 +75,7 @@ class LengthDistribution:
 
     @cached_property
     def mean(self) -> float:
+        """Mean length in tokens, with the limit applied."""
         return _clipped_mean(self.mu, self.sigma, self.limit)
 
     @cached_property
@@ -86,6 +87,7 @@ class LengthDistribution:
 
     @property
     def clip_ratio(self) -> float:
+        """Share of responses that reach the limit."""
         return 1 - _NORMAL.cdf((math.log(self.limit) - self.mu) / self.sigma)
 
     def quantiles(self, count: int) -> FloatArray:

@@ -65,6 +65,7 @@ class MismatchSample:
 
     @property
     def difference(self) -> npt.NDArray[np.float64]:
+        """Learner minus engine of each token, in nats: float64 [T]."""
         return self.train_log_probs - self.rollout_log_probs
 
 

@@ -33,6 +33,7 @@ class Summary:
     training: Mapping[str, str]
 
     def text(self) -> str:
+        """The summary as lines of plain text."""
         lines = [
             f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
             for name, figures in self.validations.items()
@@ -40,6 +41,7 @@ class Summary:
         return "\n".join([*lines, *(f"{name}: {value}" for name, value in self.training.items())])
 
     def print(self, console: Console) -> None:
+        """Print the summary as a table and lines."""
         if self.validations:
             table = Table(title="held-out problems")
             table.add_column("model")

@@ -33,6 +33,11 @@ class Channel:
         self._socket = end
 
     def send(self, number: int, payload: bytes, deadline: float | None = None) -> None:
+        """Write a message with its number and checksum.
+
+        Raises:
+            TimeoutError: the other side does not read before ``deadline``.
+        """
         left = memoryview(_HEADER.pack(_MAGIC, number, len(payload), zlib.crc32(payload)) + payload)
         while left:
             self._await(deadline)
@@ -57,6 +62,7 @@ class Channel:
             return False
 
     def close(self) -> None:
+        """Close the socket; errors are of no interest any more."""
         with contextlib.suppress(OSError):
             self._socket.close()
 

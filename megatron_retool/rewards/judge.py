@@ -230,6 +230,7 @@ class ReplyCache:
             self._database.commit()
 
     def close(self) -> None:
+        """Close the database."""
         with self._lock:
             self._database.close()
 

@@ -32,18 +32,24 @@ FAILURES = ("timeout", "exception", "bad_result", "memory", "worker_died")
 class Decoder(Protocol):
     """What is needed of a tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
 
 
 class ScoredPrompt(Protocol):
     """What a reward function is told of a prompt."""
 
     @property
-    def data_source(self) -> str: ...
+    def data_source(self) -> str:
+        """Which data set the prompt comes from."""
+
     @property
-    def ground_truth(self) -> Any: ...
+    def ground_truth(self) -> Any:
+        """What the reward function compares with."""
+
     @property
-    def extra_info(self) -> dict[str, Any]: ...
+    def extra_info(self) -> dict[str, Any]:
+        """Further columns of the prompt's row."""
 
 
 class RewardManager:

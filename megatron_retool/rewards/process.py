@@ -76,6 +76,7 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
+        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:

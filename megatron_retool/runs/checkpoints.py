@@ -62,10 +62,12 @@ class Checkpoint:
 
     @property
     def learner(self) -> Path:
+        """The learner's distributed checkpoint."""
         return self.path / "learner"
 
     @property
     def paused_groups(self) -> Path:
+        """Groups that partial rollout left unfinished."""
         return self.path / PAUSED_GROUPS
 
     @property
@@ -238,6 +240,7 @@ def _name_aside(run_dir: Path) -> Path:
 
 
 def workspace_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is built before it has its name."""
     return run_dir / "checkpoints" / f".global_step_{step}.partial"
 
 

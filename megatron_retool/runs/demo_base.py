@@ -34,14 +34,17 @@ class DemoBase:
 
     @property
     def data(self) -> Path:
+        """The demo's data and random model."""
         return self.run_dir / "data"
 
     @property
     def sft_hf(self) -> Path:
+        """The fine-tuned model, Hugging Face's form."""
         return self.run_dir / "sft_hf"
 
     @property
     def sft_mcore(self) -> Path:
+        """The fine-tuned model, Megatron-Core's form."""
         return self.run_dir / "sft_mcore"
 
     @property
@@ -52,10 +55,12 @@ class DemoBase:
 
     @property
     def data_overrides(self) -> list[str]:
+        """Settings by which another run reads its data."""
         return [f"demo.directory={self.data}"]
 
     @property
     def model_overrides(self) -> list[str]:
+        """Settings by which another run starts from its model."""
         return [f"model.path={self.sft_hf}", f"model.mcore_path={self.sft_mcore}"]
 
 

@@ -35,6 +35,7 @@ class LeaveRequest:
         self._asked = False
 
     def is_set(self) -> bool:
+        """Whether the run was asked to leave."""
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,7 @@ def weights_checkpoints(run_dir: Path) -> list[WeightsCheckpoint]:
 
 
 def weights_workspace_path(run_dir: Path, step: int) -> Path:
+    """Where the weights of ``step`` are written before they have their name."""
     return run_dir / "checkpoints" / f".weights_step_{step}.partial"
 
 

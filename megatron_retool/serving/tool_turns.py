@@ -40,9 +40,11 @@ class Watcher(Protocol):
 class NullWatcher:
     """A ``Watcher`` that looks away."""
 
-    def said(self, answer: ConversationAnswer) -> None: ...
+    def said(self, answer: ConversationAnswer) -> None:
+        """Ignore the answer."""
 
-    def ran(self, call: SpokenCall, record: ToolCall, text: str) -> None: ...
+    def ran(self, call: SpokenCall, record: ToolCall, text: str) -> None:
+        """Ignore the call."""
 
 
 @dataclass

@@ -288,10 +288,13 @@ class InProcess:
         self._learner = learner
 
     async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
+        """``Learner.save``."""
         self._learner.save(directory, asynchronous=asynchronous, weights_only=weights_only)
 
     async def finish_save(self) -> None:
+        """``Learner.finish_save``."""
         self._learner.finish_save()
 
     async def load(self, directory: Path) -> None:
+        """``Learner.load``."""
         self._learner.load(directory)

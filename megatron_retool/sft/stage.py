@@ -27,6 +27,7 @@ class FineTuningStage:
 
     @property
     def steps(self) -> int:
+        """Steps of the stage."""
         return self.last_step - self.first_step + 1
 
     def describe(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class Window:
         self._peak_seconds: list[float] = []
 
     def add(self, metrics: dict[str, float], tokens: int, peak_seconds: float | None, seconds: float) -> None:
+        """Count a step's metrics, tokens and seconds."""
         for name, value in metrics.items():
             self._values[name].append(value)
         self._tokens += tokens

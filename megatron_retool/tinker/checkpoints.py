@@ -58,6 +58,7 @@ class Checkpoints:
         return next((each for each in self._checkpoints.values() if str(each.path) == path), None)
 
     def directory(self, path: CheckpointPath) -> Path:
+        """Where the checkpoint's files are."""
         return self._store.directory(path)
 
     def named(self, run: str | None = None) -> list[Checkpoint]:
@@ -107,11 +108,13 @@ class Checkpoints:
         await asyncio.to_thread(self._store.write_checkpoint, checkpoint)
 
     async def delete(self, path: CheckpointPath) -> None:
+        """Delete a checkpoint and its files."""
         self._checkpoints.pop(path, None)
         await self._deleted(path)
         await asyncio.to_thread(self._store.delete, path)
 
     async def delete_expired(self) -> None:
+        """Delete every checkpoint whose lifetime is over."""
         for checkpoint in [each for each in self._checkpoints.values() if _has_expired(each)]:
             await self.delete(checkpoint.path)
 

@@ -41,6 +41,7 @@ class Outcome:
 
 
 def json_outcome(answer: dict[str, Any]) -> Outcome:
+    """An outcome with ``answer`` as its JSON body."""
     return Outcome(orjson.dumps(answer))
 
 
@@ -95,6 +96,7 @@ class Promises:
         return promise
 
     def find(self, identifier: str) -> Promise | None:
+        """The promise; None where it is not known."""
         return self._promises.get(identifier)
 
     def settle(self, promise: Promise, outcome: Outcome) -> None:

@@ -60,6 +60,8 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class CreateModel:
+    """A request for a new run of adapters."""
+
     session_id: str
     model_seq_id: int
     base_model: str
@@ -227,6 +229,11 @@ def metadata(body: Json) -> dict[str, str] | None:
 
 
 def read_create_model(body: Json) -> CreateModel:
+    """The request, checked field by field.
+
+    Raises:
+        ApiError: a field is missing, of another type or out of range.
+    """
     config = body.get("lora_config")
     if config is None:
         raise unsupported("lora_config=null", "the server trains adapters, not whole models: give a rank")
@@ -289,6 +296,14 @@ def read_optimizer_step(body: Json) -> OptimizerStep:
 
 
 def read_save_weights(body: Json, *, external: bool = False) -> SaveWeights:
+    """The request to save, checked field by field.
+
+    Args:
+        external: the weights are for use elsewhere, and need a name.
+
+    Raises:
+        ApiError: a field is missing, of another type or out of range.
+    """
     name = checkpoint_name(body, "path")
     if external and name is None:
         raise invalid("path", "it is missing: external weights have a name")
@@ -314,6 +329,11 @@ def read_save_weights(body: Json, *, external: bool = False) -> SaveWeights:
 
 
 def read_load_weights(body: Json) -> LoadWeights:
+    """The request to load, checked field by field.
+
+    Raises:
+        ApiError: a field is missing, of another type or out of range.
+    """
     path = checkpoint_path(body, "path")
     if path.kind != "weights":
         raise invalid("path", f"{path} is no training checkpoint: take one of save_state (tinker://RUN/weights/NAME)")

@@ -41,35 +41,43 @@ class Rest:
         self._service = service
 
     def training_run(self, identifier: str) -> Answer:
+        """One run."""
         return self._described(self._service.training.find(identifier))
 
     def training_runs(self, query: Json) -> Answer:
+        """A page of all runs."""
         runs, cursor = page(query, self._service.training.all())
         return {"training_runs": [self._described(each) for each in runs], "cursor": cursor}
 
     def run_checkpoints(self, identifier: str) -> Answer:
+        """The named checkpoints of a run."""
         run = self._service.training.find(identifier)
         return {"checkpoints": [each.described() for each in self._service.checkpoints.named(run.id)]}
 
     def checkpoints(self, query: Json) -> Answer:
+        """A page of all named checkpoints."""
         found, cursor = page(query, self._service.checkpoints.named())
         return {"checkpoints": [each.described() for each in found], "cursor": cursor}
 
     def sessions(self, query: Json) -> Answer:
+        """A page of all sessions' ids."""
         found, cursor = page(query, [each.record.id for each in self._service.sessions.all()])
         return {"sessions": found, "cursor": cursor}
 
     def session(self, identifier: str) -> Answer:
+        """A session's runs and samplers."""
         session = self._service.sessions.find(identifier)
         runs = [each.id for each in self._service.training.all() if each.record.session_id == identifier]
         return {"training_run_ids": runs, "sampler_ids": list(session.samplers)}
 
     def sampler(self, identifier: str) -> Answer:
+        """What a sampler samples from."""
         found = self._service.sessions.sampler(identifier)
         path = None if found.path is None else str(found.path)
         return {"sampler_id": identifier, "base_model": found.base_model, "model_path": path}
 
     def weights_info(self, body: Json) -> Answer:
+        """Base model and adapter settings of a checkpoint."""
         checkpoint = self._service.checkpoints.find(checkpoint_path(body, "tinker_path"), "tinker_path")
         lora = checkpoint.lora
         return {
@@ -82,13 +90,16 @@ class Rest:
         }
 
     async def delete(self, path: CheckpointPath) -> None:
+        """Delete a checkpoint."""
         await self._service.checkpoints.delete(self._service.checkpoints.find(path).path)
 
     async def publish(self, path: CheckpointPath, public: bool) -> None:
+        """Make a checkpoint public, or private again."""
         checkpoints = self._service.checkpoints
         await checkpoints.change(checkpoints.find(path), public=public)
 
     async def set_lifetime(self, path: CheckpointPath, body: Json) -> None:
+        """Set when a checkpoint expires."""
         checkpoints = self._service.checkpoints
         await checkpoints.change(checkpoints.find(path), ttl=(lifetime(body),))
 
@@ -107,6 +118,7 @@ class Rest:
         return {"urls": {name: f"{root}/{token}/{name}" for name in names}, "expires": expiry(int(URL_SECONDS))}
 
     def get_info(self, identifier: str) -> Answer:
+        """What a client asks about its run."""
         record = self._service.training.find(identifier).record
         return {
             "type": "get_info",
@@ -123,6 +135,7 @@ class Rest:
         }
 
     def capabilities(self) -> Answer:
+        """The models that the server offers."""
         model = self._service.model
         return {
             "supported_models": [

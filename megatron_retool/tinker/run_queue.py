@@ -41,6 +41,7 @@ class RunQueue:
         return sum(map(len, self._jobs.values()))
 
     def put(self, job: Job) -> None:
+        """Append a job to its run's queue."""
         # A dict keeps the order in which runs came to have jobs: that of their turns.
         self._jobs.setdefault(job.run, deque()).append(job)
         self._more.set()

@@ -111,6 +111,8 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class SessionRecord:
+    """A session as it lies on disk."""
+
     id: str
     tags: list[str]
     user_metadata: dict[str, str] | None
@@ -131,11 +133,13 @@ class RunStore:
         return self._run(path.run) / path.kind / path.name
 
     def write_run(self, record: RunRecord) -> None:
+        """Write a run's record."""
         directory = self._run(record.id)
         directory.mkdir(exist_ok=True)
         _write(directory / "run.json", record)
 
     def write_session(self, record: SessionRecord, samplers: list[SamplerRecord]) -> None:
+        """Write a session's record with its samplers."""
         _write(self._sessions / f"{record.id}.json", {"session": record, "samplers": samplers})
 
     def prepare(self, path: CheckpointPath) -> Path:
@@ -164,11 +168,13 @@ class RunStore:
         _write(self.directory(checkpoint.path) / "checkpoint.json", checkpoint)
 
     def delete(self, path: CheckpointPath) -> None:
+        """Delete a checkpoint's files, the one that makes it a checkpoint first."""
         # Without this file it is no checkpoint, however much of it a kill leaves.
         (self.directory(path) / "checkpoint.json").unlink(missing_ok=True)
         shutil.rmtree(self.directory(path), ignore_errors=True)
 
     def runs(self) -> Iterator[RunRecord]:
+        """The records of all runs."""
         for file in sorted(self._runs.glob("*/run.json")):
             found = _read(file)
             yield RunRecord(**{**found, "lora": LoraSettings(**found["lora"])})
@@ -188,6 +194,7 @@ class RunStore:
         yield from sorted(found, key=lambda each: each.time)
 
     def sessions(self) -> Iterator[tuple[SessionRecord, list[SamplerRecord]]]:
+        """The records of all sessions, with their samplers."""
         for file in sorted(self._sessions.glob("*.json")):
             found = _read(file)
             samplers = [

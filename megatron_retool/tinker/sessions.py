@@ -102,6 +102,7 @@ class Sessions:
         return sorted(self._sessions.values(), key=lambda each: each.record.created, reverse=True)
 
     async def finish(self, session: Session) -> None:
+        """Mark a session as finished."""
         if not session.record.finished:
             session.record = dataclasses.replace(session.record, finished=True)
             await self._write(session)

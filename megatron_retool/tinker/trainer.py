@@ -18,7 +18,8 @@ class Trainer(Protocol):
         """A run with fresh factors and optimizer state."""
         ...
 
-    async def delete_run(self, run: str) -> None: ...
+    async def delete_run(self, run: str) -> None:
+        """Forget a run."""
 
     async def accumulate(
         self, run: str, sequences: list[TargetSequence], loss: TokenLoss, *, forward_only: bool = False
@@ -30,7 +31,8 @@ class Trainer(Protocol):
         """One optimizer step with what was gathered, which is empty afterwards. Returns grad_norm and lr."""
         ...
 
-    async def save_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None: ...
+    async def save_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Write a run's adapters, and its optimizer state where asked."""
 
     async def load_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None:
         """What ``save_run`` wrote, into a run that exists and has the same rank."""

@@ -218,6 +218,11 @@ class Training:
     # Calls in order.
 
     async def forward_backward(self, body: bytes) -> Answer:
+        """Accept a batch for a run, in the order of ``seq_id``; a promise of its outputs.
+
+        Raises:
+            ApiError: the request is malformed, the run is unknown, or too much is waiting.
+        """
         request = await asyncio.to_thread(read_forward_backward, body)
         if request.seq_id < 1:
             raise invalid("seq_id", f"expected a number from 1 on, got {request.seq_id}")
@@ -261,6 +266,7 @@ class Training:
         return Outcome(await asyncio.to_thread(_written, outputs, batch.reports_elements), is_protobuf=True)
 
     async def optim_step(self, body: Json) -> Answer:
+        """Accept an optimizer step; a promise of its metrics."""
         return await self._in_order(body, read_optimizer_step, self._step)
 
     async def _step(self, run: TrainingRun, number: int, step: OptimizerStep) -> Answer:
@@ -272,6 +278,7 @@ class Training:
         return {"type": "optim_step", "metrics": metrics}
 
     async def save_weights(self, body: Json) -> Answer:
+        """Accept a request to save the run's state; a promise of its path."""
         return await self._in_order(body, read_save_weights, self._save)
 
     async def _save(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:
@@ -288,6 +295,7 @@ class Training:
         return {"type": "save_weights", "path": str(checkpoint.path)}
 
     async def save_weights_for_sampler(self, body: Json) -> Answer:
+        """Accept a request to save what a sampler reads; a promise of its path."""
         return await self._in_order(body, read_save_weights, self._save_for_sampler)
 
     async def _save_for_sampler(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:
@@ -322,6 +330,7 @@ class Training:
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
 
     async def save_weights_external(self, body: Json) -> Answer:
+        """Accept a request to save files for use elsewhere; a promise of their path."""
         return await self._in_order(body, lambda given: read_save_weights(given, external=True), self._save_external)
 
     async def _save_external(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:

@@ -55,6 +55,7 @@ class TrainingRun:
 
     @property
     def id(self) -> str:
+        """The run's id."""
         return self.record.id
 
     def check_open(self) -> None:

@@ -50,6 +50,7 @@ class Difference:
     b: Any
 
     def text(self) -> str:
+        """The difference as a sentence: where, which column, and both values."""
         place = [f"step {self.step}"]
         if self.group is not None:
             place.append(f"group {self.group}, response {self.index}")

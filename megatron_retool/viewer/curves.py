@@ -95,6 +95,7 @@ def curves_page(run_dir: Path, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def is_number(value: object) -> bool:
+    """Whether ``value`` is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -49,7 +49,8 @@ class BranchSample(Protocol):
         deadline: float,
         after: GenerateResult | None = None,
         top_log_probs: int = 0,
-    ) -> Awaitable[GenerateResult]: ...
+    ) -> Awaitable[GenerateResult]:
+        """Sample; see ``Session.generate``, which has the same arguments."""
 
 
 Start = Callable[[TrajectoryState], None]

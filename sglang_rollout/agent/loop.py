@@ -102,6 +102,7 @@ class TrajectoryState:
         return np.array([*self.prompt_ids, *self.response_ids], np.int32)
 
     def append_sampled(self, result: GenerateResult) -> None:
+        """Append the sampled tokens with their log-probs, versions and experts."""
         count, known = len(result.output_ids), self.routed_tokens()
         self.response_ids += result.output_ids
         self.loss_mask += [True] * count

@@ -201,6 +201,7 @@ class HermesFormat(_ResultsByChatTemplate):
     call_shape = CallShape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         return calls_of_json(text, "<tool_call>", "</tool_call>", json_call)
 
 
@@ -214,6 +215,7 @@ class Qwen3CoderFormat(_ResultsByChatTemplate):
     call_shape = CallShape("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml")
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         return calls_in(text, _ANGLED.opening, TaggedTurn(text, _ANGLED).read)
 
 
@@ -224,6 +226,7 @@ class SeedOssFormat(_ResultsByChatTemplate):
     call_shape = CallShape("<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml")
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         return calls_in(text, _SEED.opening, TaggedTurn(text, _SEED).read, tag="seed:think")
 
 
@@ -240,6 +243,7 @@ class MiniMaxM2Format(_ResultsByChatTemplate):
     )
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         return calls_in(text, _INVOKED.opening, TaggedTurn(text, _INVOKED).read)
 
 
@@ -251,6 +255,7 @@ class DeepSeekV3Format(_ResultsByChatTemplate):
     """
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
         return calls_of_json(text, begin, end, self._read, wrapper="<｜tool▁calls▁begin｜>")
 
@@ -270,6 +275,7 @@ class Llama3Format(_ResultsByChatTemplate):
     call_shape = CallShape('{"name": "NAME", "parameters": ', "}", between=None)
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The call that follows <|python_tag|>, or that is the whole turn."""
         body = text.strip()
         if body.startswith("{"):
             call = json_call(body)
@@ -315,12 +321,14 @@ class Glm45Format:
         self.turn_header = turn_header
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         if not text.endswith(self.closing_tags):
             return []
         spoken = text.removesuffix(self.closing_tags[0])
         return calls_in(spoken, _KEYS_AND_VALUES.opening, TaggedTurn(spoken, _KEYS_AND_VALUES).read)
 
     def render_results(self, results: Sequence[str]) -> str:
+        """The results as the model's template writes them, up to where the assistant speaks again."""
         shown = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
         return shown + self.turn_header
 
@@ -340,6 +348,7 @@ class HarmonyFormat:
     _ENDS = StringAware("<|end|>")
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         if not text.endswith("<|call|>"):
             return []
         whole, position = text.removesuffix("<|call|>"), 0
@@ -363,9 +372,11 @@ class HarmonyFormat:
         ]
 
     def render_results(self, results: Sequence[str]) -> str:
+        """The results as the model's template writes them, up to where the assistant speaks again."""
         return self.render_named_results([""] * len(results), results)
 
     def render_named_results(self, names: Sequence[str], results: Sequence[str]) -> str:
+        """The results with the tools' names, up to where the assistant speaks again."""
         shown = "".join(
             f"<|start|>functions.{name or 'unknown'} to=assistant<|channel|>commentary<|message|>{result}<|end|>"
             for name, result in zip(names, results, strict=True)
@@ -388,6 +399,7 @@ class ReToolFormat:
         self.code_tool = code_tool
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         return [
             ParsedCall(self.code_tool, {"code": without_fence(body)}, body)
             if body is not None
@@ -396,6 +408,7 @@ class ReToolFormat:
         ]
 
     def render_results(self, results: Sequence[str]) -> str:
+        """The results as the model's template writes them, up to where the assistant speaks again."""
         return "".join(f"\n<interpreter>\n{result}\n</interpreter>\n" for result in results)
 
 
@@ -416,6 +429,7 @@ class ArpoFormat:
         self.search_tool = search_tool
 
     def parse(self, text: str) -> list[ParsedCall]:
+        """The calls in an assistant's turn, in order."""
         calls = []
         for tag, body in tagged_blocks(text, ("search", "python")):
             if body is None:
@@ -427,6 +441,7 @@ class ArpoFormat:
         return calls
 
     def render_results(self, results: Sequence[str]) -> str:
+        """The results as the model's template writes them, up to where the assistant speaks again."""
         return "".join(f" <result>\n{result}\n</result>" for result in results)
 
 

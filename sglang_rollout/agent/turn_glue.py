@@ -37,12 +37,23 @@ class Tokenizer(Protocol):
 
     eos_token_id: int | None
 
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any: ...
-    def convert_tokens_to_ids(self, token: str) -> int | None: ...
-    def get_added_vocab(self) -> dict[str, int]: ...
-    def get_vocab(self) -> dict[str, int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """The text of token ids."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
+        """The conversation as the model's template writes it."""
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The id of a token; None where it has none."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Ids of the tokens that were added, by token."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids of all tokens, by token."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class SGLangEngine:
         weights_from_sync: bool,
         gpu_ids: Sequence[str] | None,
     ) -> SGLangServer:
+        """The server's process of engine ``index``, not started."""
         # Without a learner the model has everything in it.
         of_adapters = weights_from_sync and self._policy is not None
         return SGLangServer(
@@ -72,6 +73,7 @@ class SGLangEngine:
         return replace(engine, adapters=adapters)
 
     def client(self, base_url: str) -> SGLangClient:
+        """A client of the server at ``base_url``."""
         rollout = self.config.rollout
         return SGLangClient(
             base_url,

@@ -69,6 +69,7 @@ class TransformersEngine:
         return TransformersServer(index, Path(model_path), self._weights)
 
     def client(self, base_url: str) -> TransformersClient:
+        """A client of the model at ``base_url``, which clients of the same URL share."""
         if base_url not in self._models:
             self._models[base_url] = BatchedModel(
                 Path(urlsplit(base_url).path), self.config, self._weights, self._admit_every, self._attention
@@ -76,6 +77,7 @@ class TransformersEngine:
         return TransformersClient(base_url, self._models[base_url])
 
     def weight_sync(self, base_urls: Sequence[str]) -> TransformersWeightSync:
+        """Weights go through files in the run's directory."""
         model_path = Path(self.config.model.path)
         return TransformersWeightSync(base_urls, self._weights, model_path, weight_conversion(self.config))
 
@@ -89,6 +91,11 @@ class TransformersServer:
         self._weights = weights
 
     def start(self) -> None:
+        """Check that the model is there; it is loaded at the first request.
+
+        Raises:
+            EngineStartError: the directory has no config.json.
+        """
         if not (self._model_path / "config.json").is_file():
             raise EngineStartError(
                 f"{self._model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
@@ -115,6 +122,11 @@ class TransformersWeightSync:
         self._convert = convert
 
     def push(self, buckets: Iterable[Bucket], version: int) -> SyncReport:
+        """Leave the weights in files, which the model reads before its next token.
+
+        Raises:
+            WeightSyncError: there is no weight, or a file cannot be written.
+        """
         began, tensors = time.monotonic(), 0
         try:
             self._weights.begin()
@@ -147,6 +159,11 @@ class TransformersClient:
         on_start: Callable[[str], None] | None = None,
         deadline_seconds: float | None = None,
     ) -> GenerateResult:
+        """Sample within the batch that the model computes; see ``EngineClient.generate``.
+
+        Raises:
+            EngineRejected: the request names an adapter.
+        """
         if request.adapter is not None:
             reason = f"adapter {request.adapter!r}: rollout.engine.backend=transformers loads none"
             raise EngineRejected(self.base_url, reason)
@@ -181,16 +198,23 @@ class TransformersClient:
             raise EngineFailed(self.base_url, f"{type(error).__name__}: {error}") from error
 
     async def abort(self, request_id: str) -> None:
+        """Let the request end with what it has."""
         if request_id in self._sequences:
             self._sequences[request_id].deadline = 0.0
 
     async def weight_version(self) -> int:
+        """The version of the weights that the model has now.
+
+        Raises:
+            EngineFailed: newer weights cannot be read.
+        """
         try:
             return await asyncio.to_thread(self._model.refresh)
         except Exception as error:
             raise EngineFailed(self.base_url, f"{type(error).__name__}: {error}") from error
 
     async def healthy(self, timeout_seconds: float = 10.0) -> bool:
+        """Whether a token is sampled in time."""
         try:
             await self.generate(GenerateRequest([0], 1, SamplingConfig()), deadline_seconds=timeout_seconds)
         except EngineClientError:
@@ -198,11 +222,13 @@ class TransformersClient:
         return True
 
     async def sleep(self, memory: Sequence[Memory]) -> None:
+        """Move the weights to the CPU, once nothing is under way."""
         await self._model.idle()
         if Memory.WEIGHTS in memory:
             await asyncio.to_thread(self._model.move, "cpu")
 
     async def wake(self, memory: Sequence[Memory]) -> None:
+        """Bring the weights back to the device."""
         if Memory.WEIGHTS in memory:
             await asyncio.to_thread(self._model.move, self._model.device)
 

@@ -55,9 +55,11 @@ class SampledSequence:
 
     @property
     def output_ids(self) -> list[int]:
+        """The ids that were sampled so far."""
         return self.ids[len(self.request.input_ids) :]
 
     def result(self) -> GenerateResult:
+        """What was sampled, as the request's answer."""
         top = self.top_log_probs if self.request.top_log_probs else None
         rows, start = self.routed_experts, self.request.routed_experts_start
         return GenerateResult(

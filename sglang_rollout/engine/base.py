@@ -291,7 +291,8 @@ class EngineClient(Protocol):
     async def wake(self, memory: Sequence[Memory]) -> None:
         """Take back what ``sleep`` gave up; weights are undefined until the next push."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the connections."""
 
     async def __aenter__(self) -> EngineClient: ...
 
@@ -388,6 +389,7 @@ class SyncReport:
         )
 
     def metrics(self) -> dict[str, float]:
+        """weight_sync/* metrics."""
         return {
             "weight_sync/seconds": self.seconds,
             "weight_sync/gigabytes": self.bytes / 1e9,

@@ -300,6 +300,7 @@ class SGLangClient:
         await self.request("/stop_profile", {}, PROFILE_SECONDS)
 
     async def close(self) -> None:
+        """Wait briefly for calls in the background, and close the connections."""
         if self._background:
             await asyncio.wait(set(self._background), timeout=CLOSE_SECONDS)
         self._closed = True

@@ -86,6 +86,7 @@ class EnginePool:
         return False
 
     async def close(self) -> None:
+        """Stop restarts that are under way, and close every client."""
         for task in list(self._restarts):
             task.cancel()
         await asyncio.gather(*self._restarts, return_exceptions=True)

@@ -164,6 +164,7 @@ class SGLangServer:
 
     @property
     def base_url(self) -> str:
+        """Where the server listens."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -172,6 +173,7 @@ class SGLangServer:
         return self._process.pid if self._process else None
 
     def is_alive(self) -> bool:
+        """Whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:

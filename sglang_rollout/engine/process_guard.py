@@ -69,6 +69,7 @@ class SharedMemory:
                     self._note(name)
 
     def remove(self) -> None:
+        """Remove the files of shared memory that the guarded processes have left."""
         for path in self._own:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -123,6 +124,7 @@ def _reap() -> bool:
 
 
 def main() -> int:
+    """Run a command, and end it with all that it started when the parent ends; the command's exit status."""
     parent, grace_seconds, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     # Blocked signals are taken by sigtimedwait below, never between a fork and its bookkeeping.
     awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}

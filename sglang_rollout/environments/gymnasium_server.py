@@ -47,6 +47,7 @@ class GymnasiumServerEnvironment(ServedEnvironment):
         self._session: dict[str, Any] = {}
 
     async def reset(self, row: Mapping[str, Any]) -> Start:
+        """Open a session on the server; its first observation and the tool that acts."""
         self.http = aiohttp.ClientSession()
         first = await self._ask("reset", {"seed": seed_of(row)})
         self._session = {name: first[name] for name in ("session_id",) if name in first}
@@ -54,11 +55,13 @@ class GymnasiumServerEnvironment(ServedEnvironment):
         return self.started(row, first, self._description, parameters)
 
     async def act(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take one step in the session."""
         found = await self._ask("step", {"action": arguments["action"], **self._session})
         done = found.get("done") or found.get("terminated") or found.get("truncated")
         return {**found, "done": bool(done)}
 
     async def close(self) -> None:
+        """End the session, and close the connection."""
         try:
             if self._session:
                 await self._ask("close", self._session)

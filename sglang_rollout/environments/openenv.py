@@ -28,6 +28,7 @@ class OpenEnvEnvironment(ServedEnvironment):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> Start:
+        """Connect to the server; its first observation and the tool that acts."""
         self.http = aiohttp.ClientSession()
         async with self.http.get(f"{self.url}/schema") as answer:
             answer.raise_for_status()
@@ -40,9 +41,11 @@ class OpenEnvEnvironment(ServedEnvironment):
         return self.started(row, first, schema.get("description") or "Act in the environment.", parameters)
 
     async def act(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take one step in the episode."""
         return await self._ask("step", dict(arguments))
 
     async def close(self) -> None:
+        """Close the connection."""
         if self._socket is not None:
             await self._socket.close()
         await super().close()

@@ -38,16 +38,19 @@ class ReasoningGymEnvironment(Environment):
         self._answer = ""
 
     def reset(self, row: Mapping[str, Any]) -> Start:
+        """The question of the row's task."""
         self._task = self._tasks[row_number(row) % self._size]
         question = f"{self._task['question']}\n\nGive the final answer in <answer></answer>."
         return Start([{"role": "user", "content": question}])
 
     def step(self, action: Action) -> Step:
+        """Take the last <answer> of the turn; the episode ends."""
         found = _ANSWER.findall(action.text)
         self._answer = found[-1].strip() if found else ""
         return Step(done=True)
 
     def score(self) -> dict[str, Any]:
+        """The task's own score of the answer, and whether it is full."""
         score = float(self._tasks.score_answer(self._answer or None, entry=self._task))
         return {"reward": score, "acc": float(score == 1.0), "pred": self._answer}
 

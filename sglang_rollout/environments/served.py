@@ -54,6 +54,7 @@ class ServedEnvironment(Environment):
         return Start(messages, [{"type": "function", "function": function}])
 
     async def step(self, action: Action) -> Step:
+        """Act once for each call; a turn without a call ends the episode."""
         if not action.calls:
             return Step(done=True)
         messages = []
@@ -65,11 +66,13 @@ class ServedEnvironment(Environment):
         return Step(messages, done=self._done)
 
     def score(self) -> float:
+        """The sum of the rewards, or the last one, as configured."""
         if not self._rewards:
             return 0.0
         return sum(self._rewards) if self._reward == "sum" else self._rewards[-1]
 
     async def close(self) -> None:
+        """Close the connection."""
         if self.http is not None:
             await self.http.close()
 

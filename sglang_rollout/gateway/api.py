@@ -251,6 +251,7 @@ def shown_key(headers: Mapping[str, str]) -> str:
 
 
 def body_too_large() -> ApiError:
+    """The error of a body above the limit."""
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
 
 

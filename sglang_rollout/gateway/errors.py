@@ -73,14 +73,17 @@ def unknown_field(param: str) -> ApiError:
 
 
 def session_not_found() -> ApiError:
+    """The error of a call to an unknown session."""
     return ApiError(404, "there is no such session: the base URL and key are those of open_session", code="not_found")
 
 
 def session_closed() -> ApiError:
+    """The error of a call to a session that has ended."""
     return ApiError(404, "the session has ended: no call can follow", code="session_closed")
 
 
 def no_tools() -> ApiError:
+    """The error of a tool call where the session has no tools."""
     return ApiError(404, "no tools are opened for this session: run the call yourself", code="no_tools")
 
 

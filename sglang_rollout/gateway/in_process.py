@@ -48,6 +48,11 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
         self._loop = loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request on the event loop, without a socket.
+
+        Raises:
+            httpx.ReadTimeout: the answer takes longer than the request allows.
+        """
         asked = self._read(request, await request.aread())
         try:
             async with asyncio.timeout(_seconds(request)):
@@ -56,6 +61,11 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
             raise _out_of_time(request) from error
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request of another thread, without a socket; one of the event loop's own thread is refused.
+
+        Raises:
+            httpx.ReadTimeout: the answer takes longer than the request allows.
+        """
         if _running_loop() is self._loop:  # waiting would stop the loop that is to give the answer
             return _response(self._api.refusal(request.url.path, _STOPS_THE_LOOP))
         future = self._handed_over(self._read(request, request.read()))

@@ -116,7 +116,8 @@ class SessionHandle(Protocol):
     overflowed: bool
 
     @property
-    def timing(self) -> RolloutTiming: ...
+    def timing(self) -> RolloutTiming:
+        """Seconds of the session's generation, tools and waiting."""
 
     def seconds_left(self) -> float:
         """Until max_wall_seconds are over, a second at least while a call is under way, which ends by itself."""

@@ -222,6 +222,7 @@ def _plain_float(name: str, tensor: torch.Tensor) -> bool:
 
 
 def is_local(url: str) -> bool:
+    """Whether the URL's host is this machine."""
     try:
         address = socket.gethostbyname(urlsplit(url).hostname or "")
     except OSError:

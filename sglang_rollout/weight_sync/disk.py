@@ -35,6 +35,7 @@ class WeightDirectory:
         self._files, self.bytes = {}, 0
 
     def add(self, bucket: Bucket) -> None:
+        """Write a bucket as one more safetensors file."""
         name = f"model-{len(set(self._files.values())) + 1:05d}.safetensors"
         # safetensors refuses tensors that share memory, as views of a bucket do.
         copies = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in bucket}
@@ -68,6 +69,7 @@ class WeightDirectory:
         return max(found)[1:] if found else None
 
     def remove(self) -> None:
+        """Remove the directory with every version."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -102,5 +104,6 @@ class DiskWeightSync(ServerWeightSync):
         )
 
     def close(self) -> None:
+        """Close the connections, and remove the files."""
         super().close()
         self._directory.remove()

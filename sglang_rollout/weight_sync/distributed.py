@@ -130,6 +130,7 @@ class DistributedWeightSync(ServerWeightSync):
             self._pool.submit(_leave, group, self._backend)
 
     def close(self) -> None:
+        """Leave the process group on both sides, and close the connections."""
         if self._group is not None:
             calls = self._start_all(
                 "/destroy_weights_update_group", {url: {"group_name": self._group_name} for url in self.engines}, 10.0

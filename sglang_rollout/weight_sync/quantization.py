@@ -57,6 +57,7 @@ class Fp8:
         return quantized_names(_weight_map(self.model))
 
     def __call__(self, bucket: Bucket) -> Bucket:
+        """The bucket with its linear weights in blocks of FP8, each followed by its scales."""
         converted: Bucket = []
         for name, tensor in bucket:
             if name in self.names:
@@ -90,6 +91,7 @@ class Rounding:
         return linear_names(_weight_map(self.model))
 
     def __call__(self, bucket: Bucket) -> Bucket:
+        """The bucket with its linear weights rounded, in the dtype that they had."""
         return [(name, self._round(tensor) if name in self.names else tensor) for name, tensor in bucket]
 
     def _round(self, weight: torch.Tensor) -> torch.Tensor:

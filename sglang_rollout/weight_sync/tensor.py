@@ -105,6 +105,7 @@ class TensorWeightSync(ServerWeightSync):
         return self._memory.tensor[:size]
 
     def close(self) -> None:
+        """Close the connections, and give the shared memory back."""
         super().close()
         self._loading = None
         self._free()

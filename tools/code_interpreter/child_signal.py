@@ -19,14 +19,17 @@ class ChildSignal:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def fileno(self) -> int:
+        """The descriptor that is readable once a child has ended."""
         return self._reader
 
     def drain(self) -> None:
+        """Take what was signalled."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._reader, 4096):
                 pass
 
     def forget(self) -> None:
+        """Restore the default of SIGCHLD, and close the descriptors."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(self._reader)

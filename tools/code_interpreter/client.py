@@ -84,6 +84,7 @@ class CodeInterpreterClient:
 
     @property
     def urls(self) -> list[str]:
+        """Base URLs of the servers."""
         return [server.url for server in self._balancer.servers]
 
     def put_server(self, index: int, url: str) -> None:
@@ -241,6 +242,7 @@ class CodeInterpreterClient:
         return [url for url, answered in zip(urls, answers, strict=True) if not answered]
 
     async def close(self) -> None:
+        """Stop watching servers, and close the connections."""
         for watch in self._watches.values():
             watch.cancel()
         self._watches.clear()

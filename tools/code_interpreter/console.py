@@ -27,6 +27,7 @@ def read_message(descriptor: int) -> dict[str, Any] | None:
 
 
 def write_message(descriptor: int, **message: object) -> None:
+    """Write a JSON message with its length in front."""
     body = json.dumps(message).encode()
     os.write(descriptor, struct.pack("!I", len(body)) + body)
 

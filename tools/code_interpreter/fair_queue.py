@@ -28,10 +28,12 @@ class FairQueue[T]:
 
     @property
     def waiting(self) -> int:
+        """Requests that wait."""
         return self._count
 
     @property
     def idle(self) -> int:
+        """Workers without work."""
         return len(self._idle)
 
     def put(self, item: T) -> None:
@@ -52,6 +54,7 @@ class FairQueue[T]:
         return self._idle.pop() if self._idle else None
 
     def discard_idle(self, item: T) -> None:
+        """Take an idle worker out, which has ended."""
         if item in self._idle:
             self._idle.remove(item)
 

@@ -64,6 +64,7 @@ def readable_paths() -> list[str]:
 
 
 def device_paths() -> list[str]:
+    """Devices that a snippet sees."""
     return [f"/dev/{name}" for name in _DEVICES]
 
 

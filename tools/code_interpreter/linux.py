@@ -43,6 +43,11 @@ def _bytes(text: str | None) -> bytes | None:
 
 
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
+    """mount(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     result = _libc.mount(_bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), _bytes(data))
     check(result, f"mount {kind or source} on {target}")
 
@@ -53,25 +58,50 @@ def unmount(target: str) -> None:
 
 
 def unshare(flags: int) -> None:
+    """unshare(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     check(_libc.unshare(flags), f"unshare 0x{flags:x}")
 
 
 def setns(descriptor: int, kind: int) -> None:
+    """setns(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     check(_libc.setns(descriptor, kind), "setns")
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
+    """pivot_root(2).
+
+    Raises:
+        OSError: the kernel refuses, or the call's number is not known on this processor.
+    """
     if _PIVOT_ROOT is None:
         raise OSError(38, f"pivot_root: no system call number known for {_MACHINE}")
     check(_libc.syscall(_PIVOT_ROOT, _bytes(new_root), _bytes(put_old)), f"pivot_root {new_root}")
 
 
 def prctl(option: int, argument: object = 0, second: object = 0) -> None:
+    """prctl(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     arguments = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in (argument, second)]
     check(_libc.prctl(option, *arguments, ctypes.c_ulong(0), ctypes.c_ulong(0)), f"prctl {option}")
 
 
 def sethostname(name: str) -> None:
+    """sethostname(2).
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     encoded = os.fsencode(name)
     check(_libc.sethostname(encoded, len(encoded)), "sethostname")
 
@@ -113,6 +143,7 @@ def drop_bounding_set() -> None:
 
 
 def clear_capabilities() -> None:
+    """Give up every capability of this process."""
     _set_capabilities(0)
 
 

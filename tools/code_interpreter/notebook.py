@@ -55,6 +55,7 @@ class Records:
         self._started = time.monotonic()
 
     def write(self, **record: Any) -> None:
+        """Write a record as a line of JSON; a process that the code has forked writes nothing."""
         if os.getpid() == self._process:  # else one that the code forked
             with contextlib.suppress(OSError):
                 os.write(self._descriptor, json.dumps(record).encode() + b"\n")
@@ -86,6 +87,7 @@ class Records:
             self.write(display=shown)
 
     def error(self, kind: type[BaseException], value: object, lines: list[str]) -> None:
+        """Write what a cell raised, within limits."""
         try:
             text = str(value)
         except Exception:

@@ -47,4 +47,5 @@ class IsolationPlan:
         }
 
     def uid(self, worker: int) -> int | None:
+        """The user id of a worker; None where all have the server's."""
         return None if self.first_uid is None else self.first_uid + worker

@@ -98,10 +98,12 @@ class WorkerPool:
 
     @property
     def started_workers(self) -> int:
+        """Workers that run."""
         return len(self._workers)
 
     @property
     def busy_workers(self) -> int:
+        """Workers that run a snippet."""
         return sum(worker.answer is not None for worker in self._workers.values())
 
     @property
@@ -111,6 +113,7 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
+        """Requests that wait for a worker."""
         return self._queue.waiting
 
     async def start(self) -> None:

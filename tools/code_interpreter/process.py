@@ -74,10 +74,12 @@ class SandboxServerProcess:
 
     @property
     def url(self) -> str:
+        """Where the server listens."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
+        """The server's process id."""
         assert self._process is not None, "the server is not started"
         return self._process.pid
 
@@ -144,6 +146,7 @@ class SandboxServerProcess:
         return self.url
 
     def is_running(self) -> bool:
+        """Whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self, timeout_seconds: float = 10.0) -> None:

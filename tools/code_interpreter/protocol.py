@@ -160,10 +160,12 @@ class ExecutionResult:
 
     @property
     def ok(self) -> bool:
+        """Whether the code ended by itself with exit status 0."""
         return self.outcome is Outcome.FINISHED and self.return_code == 0
 
     @property
     def ran(self) -> bool:
+        """Whether the code was started at all."""
         return self.outcome not in (Outcome.SANDBOX_ERROR, Outcome.BUSY, Outcome.INVALID_REQUEST)
 
     @property

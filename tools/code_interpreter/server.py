@@ -84,6 +84,7 @@ class Metrics:
             self.requests.labels(outcome.value)
 
     def record(self, result: ExecutionResult, waited: float) -> None:
+        """Count a request by its outcome, with the seconds that it waited and ran."""
         self.requests.labels(result.outcome.value).inc()
         self.queue_seconds.observe(waited)
         if result.return_code is not None or result.seconds:
@@ -118,6 +119,7 @@ class SandboxApplication:
         self.listener: Listener | None = None
 
     def build(self) -> web.Application:
+        """The web application with its routes."""
         application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_caller])
         application.router.add_post("/run_code", self.run_code)
         application.router.add_post("/run_jupyter", self.run_jupyter)
@@ -147,6 +149,7 @@ class SandboxApplication:
             return await handler(request)
 
     async def run_code(self, http_request: web.Request) -> web.Response:
+        """POST /run_code."""
         return await self._answer(http_request, ExecutionRequest.from_json, ExecutionResult.to_json)
 
     async def session(self, http_request: web.Request) -> web.Response:
@@ -182,6 +185,7 @@ class SandboxApplication:
         return web.json_response(answer, status=_HTTP_STATUS.get(result.outcome, 200))
 
     async def run_jupyter(self, http_request: web.Request) -> web.Response:
+        """POST /run_jupyter; refused where the server's Python lacks IPython."""
         if not self._has_ipython:
             message = "notebooks need IPython, which this server's Python does not have"
             return web.json_response(jupyter.result_to_json(ExecutionResult(Outcome.SANDBOX_ERROR, message=message)))
@@ -248,11 +252,13 @@ class SandboxApplication:
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}"), 0.0
 
     async def ping(self, _: web.Request) -> web.Response:
+        """GET /v1/ping: pong, or 503 where no worker can be isolated any more."""
         if self._pool.broken is not None:
             return web.json_response(f"broken: {self._pool.broken}", status=503)
         return web.json_response("pong")
 
     async def health(self, _: web.Request) -> web.Response:
+        """GET /health: isolation, workers and queue."""
         pool = self._pool
         weak = pool.isolation.get("isolation") == "rlimits"
         body = {
@@ -278,6 +284,7 @@ class SandboxApplication:
         return web.json_response(body)
 
     async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics, in Prometheus' format."""
         body = prometheus_client.generate_latest(self._metrics.registry)
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
@@ -356,6 +363,7 @@ def _watch_parent(parent: int, stop: asyncio.Event) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The server's command line."""
     defaults = SandboxSettings()
     parser = argparse.ArgumentParser(prog="python -m tools.code_interpreter.server", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
@@ -405,6 +413,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the server until it is ended; the exit status."""
     parsed = parse_arguments(arguments)
     parent = os.getppid() if parsed.die_with_parent else None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

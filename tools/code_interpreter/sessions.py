@@ -68,6 +68,7 @@ class NotebookSessions:
 
     @property
     def count(self) -> int:
+        """Open sessions."""
         return len(self._open)
 
     def has(self, identifier: str) -> bool:
@@ -115,6 +116,7 @@ class NotebookSessions:
         return session is not None
 
     async def close_all(self) -> None:
+        """End every session."""
         if self._reaper is not None:
             self._reaper.cancel()
         await asyncio.gather(*(self._end(session) for session in list(self._open.values())))

@@ -65,10 +65,12 @@ class SandboxSettings:
     """Further host directories that snippets may read."""
 
     def to_json(self) -> str:
+        """The settings as JSON, for the warden's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SandboxSettings:
+        """The settings that ``to_json`` wrote."""
         values = json.loads(text)
         for key in ("preimport", "read_only_paths"):
             values[key] = tuple(values[key])

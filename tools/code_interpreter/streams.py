@@ -69,6 +69,7 @@ class Streams:
         return [each for each in (self.request, self.stdin, self.stdout, self.stderr, self.records) if each is not None]
 
     def close(self) -> None:
+        """Close every descriptor."""
         for descriptor in self.descriptors():
             os.close(descriptor)
 

@@ -78,13 +78,16 @@ class CodeInterpreterTool(Tool):
             )
 
     async def open(self, trajectory: TrajectoryInfo) -> _Held | None:
+        """A place for the trajectory's process, where code shares a session; else None."""
         return _Held() if self._config.session else None
 
     async def close(self, session: _Held | None) -> None:
+        """End the trajectory's process."""
         if session is not None and session.process is not None:
             await session.process.close()
 
     async def call(self, arguments: Mapping[str, Any], session: _Held | None = None) -> ToolResult:
+        """Run ``arguments["code"]``; what it printed, or its error, is the result."""
         started = time.monotonic()
         config = self._config
         try:
@@ -130,6 +133,7 @@ class CodeInterpreterTool(Tool):
         return self._client.take_metrics()
 
     async def stop(self) -> None:
+        """Close the connections to the servers."""
         await self._client.close()
 
 

@@ -23,6 +23,7 @@ _REMOVAL_SECONDS = 10.0
 
 
 def main() -> int:
+    """Isolate this process, and start workers as the server asks; the exit status."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from tools.code_interpreter import descendants, filesystem, isolation, linux, zygote
     from tools.code_interpreter.child_signal import ChildSignal

@@ -55,6 +55,7 @@ class McpServer:
 
     @property
     def label(self) -> str:
+        """What messages call the server: its URL or command."""
         return self.url or " ".join(self.command)
 
     @contextlib.asynccontextmanager

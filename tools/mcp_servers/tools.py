@@ -154,12 +154,15 @@ class McpTool(_Listed):
         self._shared = shared
 
     async def start(self) -> None:
+        """Open the connection that all trajectories share."""
         await self._shared.connection.open()
 
     async def stop(self) -> None:
+        """Close that connection."""
         await self._shared.close()
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call the tool on the shared connection."""
         return await self.answer(self._shared.connection, arguments)
 
 
@@ -173,12 +176,15 @@ class McpSessionTool(_Listed):
         self._sessions = sessions
 
     async def open(self, trajectory: TrajectoryInfo) -> tuple[int, McpConnection]:
+        """A connection of the trajectory's own."""
         return self._sessions.enter(trajectory)
 
     async def call(self, arguments: Mapping[str, Any], session: tuple[int, McpConnection]) -> ToolResult:
+        """Call the tool on the trajectory's connection."""
         return await self.answer(session[1], arguments)
 
     async def close(self, session: tuple[int, McpConnection]) -> None:
+        """Give the trajectory's connection back."""
         await self._sessions.leave(session[0])
 
 

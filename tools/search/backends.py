@@ -102,11 +102,17 @@ class LocalBackend:
             raise ConfigError(f"tools.search.corpus: {error}") from error
 
     async def search(self, query: str, k: int) -> list[Hit]:
+        """The ``k`` best passages of the corpus."""
         # In a thread: a search of a large corpus takes milliseconds in which no other trajectory would move.
         hits: list[Hit] = await run_method(self._index.search, query, k)
         return hits
 
     async def read(self, source: str, limits: ReadPageConfig) -> Page:
+        """A document of the corpus by its id.
+
+        Raises:
+            SearchError: there is none.
+        """
         found = self._index.document(source.strip())
         if not found:
             raise SearchError(f"there is no document {source[:200]!r}: give an id that the search has shown")
@@ -115,10 +121,11 @@ class LocalBackend:
         return Page(found[0].title, text, truncated=len(data) > limits.max_bytes)
 
     def take_metrics(self) -> dict[str, float]:
+        """Nothing: a local search has no requests to count."""
         return {}
 
     async def close(self) -> None:
-        return None
+        """Nothing: a local search has no connection."""
 
 
 def backend_of(config: SearchConfig) -> SearchBackend:

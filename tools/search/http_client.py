@@ -174,12 +174,18 @@ class PublicResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
+        """The host's addresses.
+
+        Raises:
+            PrivateAddress: one of them is not public.
+        """
         found = await self._resolver.resolve(host, port, family)
         if not all(is_public(each["host"]) for each in found):
             raise PrivateAddress(f"{host} is not public")
         return found
 
     async def close(self) -> None:
+        """Close the resolver."""
         await self._resolver.close()
 
 

@@ -40,6 +40,7 @@ class ReadPageTool(Tool):
         self._backend = backend_of(search)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Read the page ``arguments["source"]``, cut to the limit."""
         started = time.monotonic()
         try:
             page = await self._backend.read(arguments["source"], self._config)
@@ -54,7 +55,9 @@ class ReadPageTool(Tool):
         return ToolResult(status, text, time.monotonic() - started)
 
     def take_metrics(self) -> dict[str, float]:
+        """The backend's counts since the last call."""
         return self._backend.take_metrics()
 
     async def stop(self) -> None:
+        """Close the backend."""
         await self._backend.close()

@@ -105,6 +105,7 @@ class WebSearch:
         return None
 
     async def search(self, query: str, k: int) -> list[Hit]:
+        """The ``k`` best hits; a question that was asked before is answered from the cache."""
         query = " ".join(without_surrogates(query).split())[:_LONGEST_QUERY]
         if not query:
             return []
@@ -112,6 +113,7 @@ class WebSearch:
         return [hit(*row) for row in rows]
 
     async def read(self, source: str, limits: ReadPageConfig) -> Page:
+        """A page's text; one that was read before comes from the cache."""
         url = checked_url(source, limits)
         through = self._identity if self.page_question(str(url)) is not None else {}
         question = {
@@ -124,6 +126,7 @@ class WebSearch:
         return Page(*await self._kept(question, lambda: self._page(url, limits)))
 
     def take_metrics(self) -> dict[str, float]:
+        """tool/search/* counts since the last call."""
         counts = self._client.counts
         metrics = {
             "tool/search/requests": float(counts["requests"]),
@@ -135,6 +138,7 @@ class WebSearch:
         return metrics
 
     async def close(self) -> None:
+        """Stop what is under way, and close the connections."""
         for task in list(self._under_way.values()):
             if not task.get_loop().is_closed():
                 task.cancel()
@@ -255,9 +259,11 @@ class Serper(WebSearch):
         self._where = {name: value for name, value in (("gl", country), ("hl", language)) if value}
 
     def question(self, query: str, k: int) -> Question:
+        """The request that asks the service."""
         return Question("POST", "/search", body={"q": query, "num": k, **self._where}, headers={"X-API-KEY": self.key})
 
     def hits(self, answer: Any) -> list[Hit]:
+        """The hits in the service's answer."""
         return [hit(each.get("link"), each.get("title"), each.get("snippet")) for each in answer.get("organic") or []]
 
 
@@ -273,10 +279,12 @@ class Bing(WebSearch):
         self._where = {"mkt": market} if market else {}
 
     def question(self, query: str, k: int) -> Question:
+        """The request that asks the service."""
         headers = {"Ocp-Apim-Subscription-Key": self.key}
         return Question("GET", "/v7.0/search", params={"q": query, "count": str(k), **self._where}, headers=headers)
 
     def hits(self, answer: Any) -> list[Hit]:
+        """The hits in the service's answer."""
         found = (answer.get("webPages") or {}).get("value") or []
         return [hit(each.get("url"), each.get("name"), each.get("snippet")) for each in found]
 
@@ -305,14 +313,17 @@ class BrightData(WebSearch):
         self._zone, self._page_zone, self._engine = zone, page_zone, engine
 
     def question(self, query: str, k: int) -> Question:
+        """The request that asks the service."""
         url = URL(self._engine).with_query({"q": query, "num": str(k), "brd_json": "1"})
         return self._request(self._zone, str(url))
 
     def hits(self, answer: Any) -> list[Hit]:
+        """The hits in the service's answer."""
         found = answer.get("organic") or []
         return [hit(each.get("link"), each.get("title"), each.get("description")) for each in found]
 
     def page_question(self, url: str) -> Question | None:
+        """The request that reads a page through the service; None where no zone is set for pages."""
         return None if self._page_zone is None else self._request(self._page_zone, url)
 
     def _request(self, zone: str, url: str) -> Question:
@@ -326,9 +337,11 @@ class Retriever(WebSearch):
     title."""
 
     def question(self, query: str, k: int) -> Question:
+        """The request that asks the service."""
         return Question("POST", "/retrieve", body={"queries": [query], "topk": k, "return_scores": True})
 
     def hits(self, answer: Any) -> list[Hit]:
+        """The hits in the service's answer."""
         found = []
         for each in answer["result"][0]:
             document = each.get("document", each)

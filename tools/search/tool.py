@@ -39,6 +39,7 @@ class SearchTool(Tool):
         self._backend = backend_of(config)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Search for ``arguments["query"]``; the hits as text."""
         started = time.monotonic()
         try:
             hits = await self._backend.search(arguments["query"], self._config.top_k)
@@ -49,9 +50,11 @@ class SearchTool(Tool):
         return ToolResult(status, text, time.monotonic() - started)
 
     def take_metrics(self) -> dict[str, float]:
+        """The backend's counts since the last call."""
         return self._backend.take_metrics()
 
     async def stop(self) -> None:
+        """Close the backend."""
         await self._backend.close()
 
 

@@ -13,6 +13,11 @@ from conversion.model.rules import EXPERTS, LATENT_ATTENTION, SHARED_EXPERT, SWI
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.require(rope_interleave=True)  # transformers interleaves whatever it says, and engines do as it says
     return {**unbiased_decoder(config), **latent_attention(config), **softmax_router(config)}
 

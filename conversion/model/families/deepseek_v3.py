@@ -32,6 +32,11 @@ ROUTER_DEFAULTS: dict[str, Any] = {
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("index_topk")  # SGLang's class reads it: attention is sparse then, as in the family deepseek_v32
     config = config.with_defaults(**ROUTER_DEFAULTS)
     return {**unbiased_decoder(config), **latent_attention(config), **sigmoid_router(config)}

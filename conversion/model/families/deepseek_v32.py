@@ -16,6 +16,11 @@ RULES = decoder_rules(*deepseek_v3.LAYER, *INDEXER)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(**deepseek_v3.ROUTER_DEFAULTS)
     # transformers gives every layer an indexer of its own, and SGLang does as these say.
     config.refuse("indexer_types", "index_topk_pattern")

@@ -22,6 +22,11 @@ from conversion.model.rules import (
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(norm_topk_prob=False, max_window_layers=62)
     windowed = "sliding_window" not in config.mapping or config.has("sliding_window")
     return {

@@ -11,6 +11,11 @@ from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("use_bias")
     config = config.with_defaults(
         head_dim=128, num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True

@@ -13,6 +13,11 @@ from conversion.model.rules import ATTENTION, POST_NORMS, QK_NORM, SWIGLU, decod
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(
         rope_theta=1000000.0,
         rope_local_base_freq=10000.0,

@@ -10,6 +10,11 @@ from conversion.model.family import Family
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     if not config.has("mlp_layer_types"):
         config.require(first_k_dense_replace=1)  # transformers knows no other number, and engines read it
     config.require(partial_rotary_factor=1.0)  # nothing reads it: qk_rope_head_dim says how much is rotated

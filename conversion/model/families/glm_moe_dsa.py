@@ -13,6 +13,11 @@ from conversion.model.hf_config import unbiased_decoder
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     rotated = config.integer("qk_rope_head_dim")
     config = config.with_defaults(
         first_k_dense_replace=3, routed_scaling_factor=2.5, rms_norm_eps=1e-5, head_dim=rotated

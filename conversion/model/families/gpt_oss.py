@@ -12,6 +12,11 @@ from conversion.model.rules import ATTENTION, OUTPUT_BIAS, QKV_BIAS, SINKS, STAC
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     # What transformers takes for keys that are absent.
     config = ConfigReader({"sliding_window": 128, **config.mapping})
     config = config.with_defaults(rope_theta=150000.0, rms_norm_eps=1e-5, head_dim=64)

@@ -16,6 +16,11 @@ NAMES = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correctio
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(head_dim=128, num_key_value_heads=8, num_experts_per_tok=8, rope_theta=5000000.0)
     config.refuse("router_jitter_noise", "shared_intermediate_size")
     # transformers computes these alone, whatever config.json says.

@@ -12,6 +12,11 @@ from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(head_dim=128, num_key_value_heads=8, rms_norm_eps=1e-5)
     positions = config.inner("rope_parameters")  # transformers and SGLang read no other key
     grown = positions.number("llama_4_scaling_beta"), positions.integer("original_max_position_embeddings")

@@ -12,6 +12,11 @@ from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     return {**unbiased_decoder(config), **sliding_window(config)}
 
 

@@ -20,6 +20,11 @@ NAMES = {
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("router_jitter_noise")
     fields = unbiased_decoder(config)
     return {

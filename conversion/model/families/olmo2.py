@@ -11,6 +11,11 @@ from conversion.model.rules import FULL_WIDTH_QK_NORM, POST_NORMS, PROJECTIONS, 
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     return {
         **unbiased_decoder(config),
         "rms_norm_eps": config.number("rms_norm_eps", 1e-5),

@@ -14,6 +14,11 @@ FULL_EVERY = 4
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(rope_theta=500000.0)
     fields = olmo2.read(config)
     return {"local_rope_theta": fields["rope_theta"], **fields, **windows_by_layer(config, FULL_EVERY)}

@@ -12,6 +12,11 @@ from conversion.model.rules import ATTENTION, EXPERTS, FULL_WIDTH_QK_NORM, decod
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("clip_qkv")
     config.require(norm_topk_prob=False, rms_norm_eps=1e-5)  # SGLang computes with these, whatever config.json says
     config = config.with_defaults(

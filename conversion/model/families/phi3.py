@@ -13,6 +13,11 @@ from conversion.model.rules import FUSED_ATTENTION, FUSED_SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = _with_longrope(config).with_defaults(original_max_position_embeddings=4096)
     return {**unbiased_decoder(config), **partial_rotary(config, scaled=True), **set_sliding_window(config)}
 

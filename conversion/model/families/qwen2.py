@@ -14,6 +14,11 @@ _LAYER = (*ATTENTION, *QKV_BIAS, *SWIGLU)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     return {**decoder(config), **optional_sliding_window(config), "attention_bias": True}
 
 

@@ -21,6 +21,11 @@ from conversion.model.rules import (
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     fields = {**decoder(config), **experts(config), **listed_dense_layers(config), **shared_expert(config)}
     if not config.flag("qkv_bias", True):
         raise UnsupportedArchitecture("qkv_bias=false is not supported: no published checkpoint has it")

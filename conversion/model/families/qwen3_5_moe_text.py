@@ -19,6 +19,11 @@ from conversion.model.rules import (
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     # No layer is dense, and gates are always normalised.
     config = config.with_defaults(intermediate_size=config.integer("moe_intermediate_size"), norm_topk_prob=True)
     config.require(norm_topk_prob=True)

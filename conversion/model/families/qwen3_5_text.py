@@ -12,6 +12,11 @@ from conversion.model.rules import GATED_ATTENTION, SPLIT_GATED_DELTA_NET, SWIGL
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(head_dim=256)
     config.refuse("output_gate_type")
     config.require(attn_output_gate=True)

@@ -13,6 +13,11 @@ from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, SWIGLU, decoder_
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     fields = unbiased_decoder(config)
     return {
         **fields,

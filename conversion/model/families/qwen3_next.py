@@ -21,6 +21,11 @@ from conversion.model.rules import (
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config = config.with_defaults(head_dim=256, norm_topk_prob=True)
     config.refuse("output_gate_type")
     return {

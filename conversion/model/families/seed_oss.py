@@ -11,6 +11,11 @@ from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("attention_out_bias")
     if not config.flag("attention_bias", True):
         raise UnsupportedArchitecture("attention_bias=false is not supported: no published checkpoint has it")

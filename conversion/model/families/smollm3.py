@@ -11,6 +11,11 @@ from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    """The fields of ``Architecture`` that config.json gives.
+
+    Raises:
+        UnsupportedArchitecture: a key asks for what the family does not have here.
+    """
     config.refuse("use_sliding_window")
     config = config.with_defaults(num_key_value_heads=4, rope_theta=2000000.0, tie_word_embeddings=True)
     return {**unbiased_decoder(config), **layers_without_positions(config)}

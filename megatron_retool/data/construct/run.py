@@ -69,6 +69,7 @@ class PromptTemplate:
                 raise DataError(f"--prompt {path}: there is no {place} in it, where each trace's text goes")
 
     def fill(self, trace: PlainTrace) -> str:
+        """The request with the trace's question and reasoning in their places."""
         # At once: a question may hold the other's place.
         first, second = self.text.split(_QUESTION, 1)
         parts = [part.replace(_REASONING, trace.reasoning) for part in (first, second)]

@@ -96,6 +96,7 @@ class FactSearch:
         self._found: dict[str, ToolOutput] = {}
 
     def __call__(self, query: str) -> ToolOutput:
+        """What the search tool returns for ``query``; the same question is searched once."""
         if query not in self._found:
             hits = self._index.search(query, self._config.top_k)
             self._found[query] = ToolOutput(describe(hits, self._config), succeeded=bool(hits))

@@ -30,6 +30,7 @@ class SnippetRunner:
         self._run = functools.lru_cache(maxsize=65536)(self._execute)
 
     def __call__(self, code: str) -> ToolOutput:
+        """What the code interpreter returns for ``code``; the same code runs once."""
         return self._run(code)
 
     def settings(self) -> dict[str, object]:

@@ -64,6 +64,7 @@ RETRY_SHARE = 0.4
 
 
 def prompt_messages(question: str, system_prompt: str = SYSTEM_PROMPT) -> list[Message]:
+    """System prompt and question."""
     return [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
 
 
@@ -80,14 +81,17 @@ def with_calls_in_content(messages: list[Message]) -> list[Message]:
 
 
 def code_call(code: str, content: str = "Let me run code.") -> Message:
+    """An assistant's message that runs code."""
     return tool_call(CodeInterpreterTool.name, {"code": code}, content)
 
 
 def search_call(query: str, content: str = "Let me search.") -> Message:
+    """An assistant's message that searches."""
     return tool_call(SearchTool.name, {"query": query}, content)
 
 
 def final_answer(answer: object, lead: str = "The answer is") -> Message:
+    """An assistant's message with the answer in a box."""
     return {"role": "assistant", "content": f"{lead} \\boxed{{{answer}}}."}
 
 

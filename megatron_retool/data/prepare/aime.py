@@ -16,6 +16,8 @@ _FILE = re.compile(r"aime[-_ ]?(\d{4})[-_ ]?(II?)(?![A-Za-z])", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class AimeProblem:
+    """Which problem of which contest."""
+
     year: int
     contest: str
     """I or II."""
@@ -24,6 +26,7 @@ class AimeProblem:
 
     @property
     def name(self) -> str:
+        """Its usual name, such as 2024-II-4."""
         return f"{self.year}-{self.contest}-{self.number}"
 
 

@@ -50,6 +50,7 @@ class RowFile:
 
     @property
     def columns(self) -> list[str]:
+        """Names of the file's columns."""
         return self.schema.names
 
     def batches(self, columns: Sequence[str]) -> Iterator[Batch]:

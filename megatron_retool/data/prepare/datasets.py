@@ -38,6 +38,7 @@ class PreparedFile:
     takes: Callable[[bytes], bool] | None = None
 
     def is_source(self, file: str) -> bool:
+        """Whether the file of this name in the source is read for it."""
         return re.search(self.source, file) is not None
 
 

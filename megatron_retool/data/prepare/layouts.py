@@ -87,6 +87,7 @@ class Place:
     split: str
 
     def error(self, column: str, reason: str) -> DataError:
+        """An error that names the file, the row and the column."""
         return DataError(f"{self.file}, row {self.row}, column {column!r}: {reason}")
 
 
@@ -165,9 +166,11 @@ class VerlPrompts:
         self._data_source, self._year = data_source, year
 
     def keys(self, batch: Batch) -> list[str]:
+        """What tells the rows' prompts apart."""
         return prompt_keys(batch.file, batch.rows.column("prompt"), batch.first, "prompt")
 
     def answers(self, batch: Batch) -> list[str]:
+        """The rows' ground truths."""
         column = batch.rows.column("reward_model")
         if pa.types.is_struct(column.type) and "ground_truth" in {field.name for field in column.type}:
             truths = pc.struct_field(column, "ground_truth").to_pylist()
@@ -176,6 +179,12 @@ class VerlPrompts:
         return [str(ground_truth_of(batch.file, row, cell)) for row, cell in enumerate(column.to_pylist(), batch.first)]
 
     def row(self, place: Place, cells: dict[str, Any]) -> dict[str, Any]:
+        """The row as training reads it.
+
+        Raises:
+            RowDropped: the grader cannot read the answer.
+            DataError: a cell has another form.
+        """
         truth = str(ground_truth_of(place.file, place.row, cells["reward_model"])).strip()
         if not is_readable(truth):
             raise RowDropped("the grader cannot read the answer")
@@ -213,15 +222,19 @@ class Questions:
 
     @property
     def columns(self) -> list[str]:
+        """The columns that are read."""
         return [self.question, self.answer, *self.others]
 
     def keys(self, batch: Batch) -> list[str]:
+        """What tells the rows' questions apart."""
         return text_column(batch, self.question)
 
     def answers(self, batch: Batch) -> list[str]:
+        """The rows' answers as text."""
         return text_column(batch, self.answer, numbers=True)
 
     def row(self, place: Place, cells: dict[str, Any]) -> dict[str, Any]:
+        """The row as training reads it: the question with the instruction, and the answer."""
         truth = self.truth(cell_text(cells[self.answer]))
         prompt = question_messages(cells[self.question], self.instruction)
         others = {field: cells[column] for column, field in self.others.items() if cells[column] is not None}
@@ -241,9 +254,15 @@ class WorkedAnswers(Questions):
     """GSM8K: the answer's text ends with #### and the number."""
 
     def answers(self, batch: Batch) -> list[str]:
+        """What follows the last #### of each worked answer."""
         return [answer.rpartition("####")[2] for answer in super().answers(batch)]
 
     def truth(self, answer: str) -> str:
+        """The number after the last ####.
+
+        Raises:
+            RowDropped: there is none.
+        """
         _, mark, number = answer.rpartition("####")
         number = number.strip().replace(",", "")
         if not mark or not number:
@@ -258,12 +277,22 @@ class AimeQuestions(Questions):
     year: int = 0
 
     def truth(self, answer: str) -> str:
+        """The answer, an integer from 0 to 999.
+
+        Raises:
+            RowDropped: it is something else.
+        """
         found = _AIME_ANSWER.fullmatch(answer)
         if found is None:
             raise RowDropped("the answer is no integer from 0 to 999")
         return found[1]
 
     def details(self, place: Place, others: dict[str, Any]) -> dict[str, Any]:
+        """Year, contest and number of the problem.
+
+        Raises:
+            DataError: it is of another year than the file.
+        """
         stated = str(others.get("year", ""))
         problem = aime_problem(others, place.file, place.row, self.year)
         found = problem.year if problem is not None else int(stated) if stated.isdecimal() else self.year
@@ -293,12 +322,20 @@ class RetoolConversations:
         self._tools = json.dumps([CodeInterpreterTool.schema])
 
     def keys(self, batch: Batch) -> list[str]:
+        """What tells the conversations apart: all of their messages."""
         return [json.dumps(cell) for cell in batch.rows.column("messages").to_pylist()]
 
     def answers(self, batch: Batch) -> list[str]:
+        """Nothing: a conversation holds its answer."""
         return [""] * batch.rows.num_rows
 
     def row(self, place: Place, cells: dict[str, Any]) -> dict[str, Any]:
+        """The conversation with each tool result as a turn of its own.
+
+        Raises:
+            RowDropped: it ends without an answer.
+            DataError: its messages have another form.
+        """
         messages = decode_json(cells["messages"], place.file, place.row, "messages")
         check_text(messages, place.file, place.row, "messages")
         messages = drop_none(messages) if isinstance(messages, list) else messages

@@ -46,12 +46,14 @@ class RowCounts:
     """Field of extra_info -> its values -> rows written."""
 
     def drop(self, reason: str, place: Place) -> None:
+        """Count a dropped row by its reason, and remember the first places."""
         entry = self.dropped.setdefault(reason, {"rows": 0, "first": []})
         entry["rows"] += 1
         if len(entry["first"]) < _EXAMPLES:
             entry["first"].append(f"{place.file}, row {place.row}")
 
     def keep(self, row: dict[str, Any]) -> None:
+        """Count a written row."""
         self.written += 1
         for name in _COUNTED:
             value = row["extra_info"].get(name)
@@ -59,6 +61,7 @@ class RowCounts:
                 self.by.setdefault(name, Counter())[str(value)] += 1
 
     def as_json(self) -> dict[str, Any]:
+        """The counts as the summary's JSON has them."""
         return {
             "rows_read": self.read,
             "rows_written": self.written,

@@ -19,6 +19,8 @@ _NO_DATA = ("dataset_infos.json", "dataset_info.json", "state.json", "config.jso
 
 @dataclass(frozen=True)
 class SourceFile:
+    """A file to read, and its name in messages."""
+
     path: Path
     name: str
     """In its repository or directory; messages use it."""
@@ -127,5 +129,6 @@ def describe_files(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
 
 
 def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of the file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -36,10 +36,12 @@ class Checkpointable(Protocol):
     base_checksum: str | None
 
     @property
-    def model_chunks(self) -> Sequence[torch.nn.Module]: ...
+    def model_chunks(self) -> Sequence[torch.nn.Module]:
+        """This rank's virtual pipeline stages."""
 
 
 def sharding_metadata() -> dict[str, Any]:
+    """How Megatron-Core lays out the state, the same for saving and loading."""
     # Optimizer state is gathered to one data-parallel rank in host memory: the other way holds it on every GPU.
     return {**SHARDING_METADATA, "distrib_optim_fully_reshardable_mem_efficient": True}
 
@@ -93,6 +95,11 @@ def model_names(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 
 def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
+    """Model, optimizer, schedule and random state as sharded tensors and objects.
+
+    Args:
+        is_loading: the tensors are going to be overwritten.
+    """
     state = model_state(learner.model_chunks, learner.architecture)
     distributed = learner.config.learner.use_distributed_optimizer
     if not (distributed and is_loading):
@@ -188,6 +195,7 @@ def optimizer_step(optimizer: Any) -> int:
 
 
 def sharded_items(state: Any) -> Iterable[Any]:
+    """All sharded tensors and objects in nested mappings and sequences."""
     if isinstance(state, Mapping):
         for value in state.values():
             yield from sharded_items(value)
@@ -228,6 +236,7 @@ def _random_state_object(state: dict[str, Any]) -> ShardedObject:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Continue the random generators of Python, numpy, torch and Megatron-Core."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     random.setstate(state["python"])

@@ -32,6 +32,7 @@ class CsvLogger(Logger):
 
     @property
     def path(self) -> Path:
+        """The file that is written."""
         return self.run.directory / "metrics.csv"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,6 +45,7 @@ class CsvLogger(Logger):
         self._write()
 
     def close(self) -> None:
+        """Write the rows that wait for a column."""
         if self._waiting:
             self._write()
 

@@ -51,6 +51,7 @@ class MlflowLogger(Logger):
         return str(made.info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the step's finite metrics."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -63,6 +64,7 @@ class MlflowLogger(Logger):
             self._client.log_batch(self._id, rows[start : start + _BATCH])
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples of a validation as a table."""
         columns = list(rows[0])
         name = f"validation/step_{step:06d}.json"
         self._client.log_dict(
@@ -74,4 +76,5 @@ class MlflowLogger(Logger):
         self._client.set_tag(self._id, "mlflow.loggedArtifacts", json.dumps(tag))
 
     def close(self) -> None:
+        """Mark the run as ended."""
         self._client.set_terminated(self._id)

@@ -38,13 +38,16 @@ class SwanLabLogger(Logger):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the step's finite metrics."""
         self._swanlab.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples of a validation as a table."""
         columns = list(rows[0])
         table = self._swanlab.echarts.Table()
         table.add(columns, [[row[name] for name in columns] for row in rows])
         self._swanlab.log({"validation/samples": table}, step=step)
 
     def close(self) -> None:
+        """End the run."""
         self._swanlab.finish()

@@ -34,13 +34,16 @@ class TrackioLogger(Logger):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the step's metrics."""
         self._trackio.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples of a validation as a table."""
         import pandas
 
         table = self._trackio.Table(dataframe=pandas.DataFrame(list(rows)))
         self._trackio.log({"validation/samples": table}, step=step)
 
     def close(self) -> None:
+        """End the run."""
         self._trackio.finish()

@@ -36,12 +36,15 @@ class WandbLogger(Logger):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the step's metrics."""
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples of a validation as a table."""
         columns = list(rows[0])
         table = self._table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({"validation/samples": table}, step=step)
 
     def close(self) -> None:
+        """End the run."""
         self._run.finish()

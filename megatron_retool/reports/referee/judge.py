@@ -77,6 +77,7 @@ class Referee:
         self._watched[chosen] = True
 
     def result(self) -> dict[str, Any]:
+        """Judge the step: the referee's log-probs against both sides, as the report's JSON has them."""
         config = self._step.config
         learner = self._learner()
         model = self._load(self._format)

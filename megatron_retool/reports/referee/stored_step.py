@@ -44,6 +44,7 @@ class Weights:
 
     @property
     def path(self) -> Path:
+        """The directory with the weights."""
         path = self.mcore_dir or self.hf_dir
         assert path is not None
         return path

@@ -31,6 +31,7 @@ class TokenCursor:
 
     @property
     def token(self) -> Token | None:
+        """The token at the cursor; None at the end."""
         return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def sees(self, *signs: str) -> bool:
@@ -67,6 +68,7 @@ class TokenCursor:
         return _plain_unit(" ".join(parts))
 
     def unit_ahead(self) -> bool:
+        """Whether a unit begins here; never inside parentheses."""
         if not self.units or self._depth:
             return False
         if self.position not in self._unit_at:
@@ -88,6 +90,11 @@ class TokenCursor:
         return parse_unit(self.unit_text()) is not None
 
     def argument_text(self) -> str:
+        """The text of a LaTeX argument: one token, or all between braces.
+
+        Raises:
+            UnreadableError: a brace is not closed, or nothing follows.
+        """
         if self.take("{"):
             parts = []
             while not self.take("}"):
@@ -118,17 +125,24 @@ class TokenCursor:
                 self.tokens[self.position : self.position + 1] = [digit(token.text[0]), *_numerals(token.text[1:])]
 
     def enter(self, levels: int, shields: bool = True) -> None:
+        """Go ``levels`` of nesting deeper; with ``shields`` no unit is looked for there.
+
+        Raises:
+            UnreadableError: the text is nested too deeply.
+        """
         self._depth += levels if shields else 0
         self._nesting += levels
         if self._nesting > _MAX_DEPTH:
             raise UnreadableError("nested too deeply")
 
     def leave(self, levels: int, shields: bool = True) -> None:
+        """Undo ``enter``."""
         self._depth -= levels if shields else 0
         self._nesting -= levels
 
 
 def digit(character: str) -> Token:
+    """The token of one digit."""
     return Token("number", character, Numeral(Fraction(int(character))))
 
 

@@ -52,6 +52,7 @@ class ExpressionEquality:
         self._effort = effort
 
     def same(self, left: Expression, right: Expression) -> bool:
+        """Whether two expressions are equal for every value of their names."""
         if left == right:
             self._require_value(right)
             return True
@@ -65,6 +66,7 @@ class ExpressionEquality:
         return self._same_function(left, right, names)
 
     def near(self, exactly: Structure, approximation: Structure) -> bool:
+        """Whether the second is within 2 % of the first; False where one has no value."""
         try:
             one, two = (self._number(side) for side in (exactly, approximation))
         except (UndefinedError, TypeError):

@@ -26,6 +26,11 @@ from megatron_retool.rewards.answers.values import UndefinedError
 
 
 def as_expression(structure: Structure) -> Expression:
+    """``structure`` as an expression.
+
+    Raises:
+        UndefinedError: it is none.
+    """
     if isinstance(structure, (Number, Symbol, FunctionCall)):
         return structure
     raise UndefinedError("no expression")
@@ -72,6 +77,7 @@ def _with_sign(structure: Structure, sign: int) -> Structure:
 
 
 def is_name(side: Structure) -> bool:
+    """Whether it only names what the other side of an equation says: x, f(x), (x, y)."""
     if isinstance(side, Symbol):
         return side not in (E, PI, INFINITY)
     if isinstance(side, FunctionCall):
@@ -110,10 +116,12 @@ def is_asked_for(side: Structure) -> bool:
 
 
 def has_names(sides: Sequence[Structure]) -> bool:
+    """Whether one of the sides has a symbol, or is no expression."""
     return any(not is_expression(side) or symbols_of(as_expression(side)) for side in sides)
 
 
 def same_name(one: Structure, two: Structure) -> bool:
+    """Whether both name the same thing; y and f(x) do."""
     if one == two:
         return True
     functions = [side for side in (one, two) if isinstance(side, FunctionCall)]
@@ -121,6 +129,7 @@ def same_name(one: Structure, two: Structure) -> bool:
 
 
 def has_relations(structure: Structure) -> bool:
+    """Whether it is a list with an equation or inequality in it."""
     return isinstance(structure, Listing) and any(isinstance(item, Relation) for item in structure.items)
 
 
@@ -173,12 +182,14 @@ def items_of(structure: Structure) -> list[Structure] | None:
 
 
 def items_in_order(structure: Structure) -> Sequence[Structure] | None:
+    """Items whose order counts: those of brackets, or of a list without "or"; None otherwise."""
     if isinstance(structure, Bracketed):
         return structure.items
     return structure.items if isinstance(structure, Listing) and structure.word != "or" else None
 
 
 def with_less(relation: Relation) -> Relation:
+    """The inequality turned so that it says "less"; an equation stays."""
     if relation.operators[0] in (">", ">="):
         flipped = {">": "<", ">=": "<="}[relation.operators[0]]
         return Relation((relation.sides[1], relation.sides[0]), (flipped,))

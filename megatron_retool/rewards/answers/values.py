@@ -50,6 +50,7 @@ class Effort:
 
     @property
     def is_spent(self) -> bool:
+        """Whether no work is left."""
         return self._left < 0
 
 

@@ -43,6 +43,7 @@ def enable() -> None:
 
 
 def enabled() -> bool:
+    """Whether the operators are replaced."""
     return _library is not None
 
 

@@ -53,6 +53,7 @@ class Compiled:
         self._call: Callable[..., None] | None = None
 
     def __call__(self, *arguments: Any) -> None:
+        """Call the compiled function with the tensors' addresses and the numbers; it is compiled at the first one."""
         if self._call is None:
             self._call = self._compiled()
         self._call(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))

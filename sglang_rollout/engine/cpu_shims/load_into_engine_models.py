@@ -32,6 +32,11 @@ class _Heard(logging.Handler):
 
 
 def main(cases: list[dict[str, Any]], rendezvous: Path) -> dict[str, Any]:
+    """The answer of each case by its name.
+
+    Args:
+        rendezvous: file by which torch.distributed starts.
+    """
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish, restore_context, snapshot_context
@@ -68,6 +73,7 @@ def main(cases: list[dict[str, Any]], rendezvous: Path) -> dict[str, Any]:
 
 
 def load(case: dict[str, Any]) -> list[str]:
+    """Names of the parameters that the case's tensors do not fill."""
     from safetensors.torch import load_file
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
