@@ -9,7 +9,7 @@ from megatron_retool.config.base import at_least_one, choice, not_negative
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Machines, and who runs where on them."""
+    """Nodes, GPUs and Ray."""
 
     nodes: int = at_least_one(1, maximum=100_000)
     """Machines of the run."""

@@ -9,7 +9,7 @@ from megatron_retool.config.base import at_least_one, choice, not_negative
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts: where they are, how they are read, and how long they may be."""
+    """Prompts of training and validation."""
 
     train_files: list[str] = field(default_factory=list)
     """Prompts to train on: Parquet, JSONL or JSON files, folders of one split, or patterns (data/train-*.parquet)."""

@@ -13,9 +13,7 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, not_n
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer and learning-rate schedule."""
-
+class OptimizerConfig:  # noqa: D101 (each field that holds one says whose it is)
     name: str = choice("adamw", "muon")
     """muon: matrices step by the orthogonalised mean of their gradients, and embeddings, output layer, norms, biases
     and routers by AdamW. One moment a matrix in place of two. Needs use_distributed_optimizer=false."""
@@ -72,7 +70,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """FP8 training by Transformer Engine."""
+    """Matrix products in FP8."""
 
     recipe: str | None = choice(None, "tensorwise", "blockwise", "mxfp8")
     """How FP8 values are scaled: by tensor, in blocks of 128, in blocks of 32; null: no FP8. Needs Transformer Engine
@@ -184,7 +182,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The Megatron-Core learner: layout, precision, memory and speed."""
+    """The Megatron-Core learner: layout, precision, optimizer, critic."""
 
     world_size: int = at_least_one(1, maximum=1_000_000)
     """Learner processes (GPUs). Data parallel size = world_size / (TP x PP x CP)."""

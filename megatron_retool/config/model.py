@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model that is trained, and its files."""
+    """Where the model and its tokenizer come from."""
 
     path: str = ""
     """Hugging Face directory (config.json, safetensors, tokenizer) or hub id. Tokenizer and engines read it."""

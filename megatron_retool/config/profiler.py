@@ -15,7 +15,7 @@ SET_BY_US = ("o", "output", "capture-range", "c", "capture-range-end", "force-ov
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Which steps and ranks are recorded, and by what."""
+    """What the learner's processes do within chosen steps."""
 
     tool: str = choice("none", "torch", "nsys")
     """torch: torch.profiler, a trace and a table for each step in the run's profile/. nsys: the ranks run under Nsight

@@ -78,7 +78,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward function, its processes and their limits."""
+    """The reward function and what shapes its scores."""
 
     function: str = "math"
     """"math", "by_data_source" (the grader that verl takes for a row's data_source), "deep_research" (ARPO's tags),

@@ -32,7 +32,7 @@ class ValSamplingConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class QuickValConfig:
-    """What quick validations sample otherwise than full ones."""
+    """What differs in quick validations (trainer.quick_test_freq)."""
 
     n: int = at_least_one(4, maximum=1_000_000)
     """Responses to each prompt; they are sampled as rollout.val says."""
@@ -323,7 +323,7 @@ SETTINGS_OF_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class PartialRolloutConfig:
-    """Responses that a step leaves unfinished."""
+    """Pausing long responses."""
 
     enable: bool = False
     """Responses that are not finished when a step has its groups are paused, and go on in the next step.
@@ -383,7 +383,7 @@ class AgentLimitsConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Everything that generates: sampling, agents, engines."""
+    """Sampling, the agent's turns, engines, partial rollout and branching."""
 
     train: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling of the responses that are trained on."""

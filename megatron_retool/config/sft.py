@@ -41,7 +41,7 @@ class SFTStage:
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Supervised fine-tuning in stages."""
+    """Supervised fine-tuning."""
 
     stages: list[SFTStage] = field(default_factory=list)
     """Passes one after another, each on the weights of the one before."""

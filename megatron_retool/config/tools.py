@@ -117,7 +117,7 @@ class ReadPageConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
-    """The tools that the run provides."""
+    """Settings of the built-in tools."""
 
     code_interpreter: CodeInterpreterConfig = field(default_factory=CodeInterpreterConfig)
     """The Python sandbox."""

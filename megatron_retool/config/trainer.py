@@ -31,7 +31,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The run itself: name, length, validations, checkpoints, faults."""
+    """The run itself: its name, length, validations, checkpoints and what it does about faults."""
 
     project_name: str = "megatron-retool"
     """What wandb, MLflow, SwanLab and Trackio file the run under."""
