@@ -9,7 +9,7 @@
 Only the first signal counts. Those that follow would stop the clean-up itself, so they are ignored; only when it has
 taken ``PATIENCE_SECONDS`` does one end the process as it is, and what it started ends with it.
 
-Imports the standard library alone, for it is at work before anything else is imported.
+Imports only the standard library, for it is at work before anything else is imported.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def interrupts(
     """For the length of the block, the first signal calls ``action`` in the main thread.
 
     Args:
-        how_to_go_on: asked when all has stopped for what the user is told beside that.
+        how_to_go_on: asked when all has stopped: what the user reads beside that.
     """
     previous, _State.action = _State.action, action
     if how_to_go_on is not None:
@@ -129,7 +129,7 @@ def run_interruptible(command: Callable[[], int]) -> int:
 def run_stage(command: Sequence[str], while_running: Callable[[int], AbstractContextManager[None]]) -> int:
     """Run a command of this project as a stage of this one; its exit status.
 
-    It has a session of its own, so that a terminal's Ctrl-C reaches this process alone, which then tells the stage.
+    It has a session of its own, so that a terminal's Ctrl-C reaches only this process, which then tells the stage.
 
     Args:
         while_running: given the stage's process id; entered for as long as it runs.

@@ -64,7 +64,7 @@ def column_names(path: str | Path) -> list[str]:
 def read_row(
     path: str | Path, row: int, columns: Sequence[str] | None = None, optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A row as ``read_parquet`` would have it; its row group alone is read.
+    """A row as ``read_parquet`` would have it; only its row group is read.
 
     Args:
         row: from 0, within the file.
@@ -215,7 +215,7 @@ def _expanded_bytes(column: Any) -> int:
 
 
 def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to an open file, each piece (column -> values) as a row group, which alone is held in memory.
+    """Write rows to an open file, each piece (column -> values) as a row group; only one is in memory at a time.
 
     Compressed with zstd, with a checksum for each page. Values of the type large_binary, which do not repeat, get no
     dictionary.

@@ -6,7 +6,7 @@ The stages before DAPO belong to the demo (``demo.enable``), and are left out wh
 make (``demo.base``). What follows DAPO is ``trainer.at_end``, in every run.
 
 Each stage is the command a user would type, and leaves a result that appears complete or not at all; a stage whose
-result is there is not run again, so a pipeline that was stopped goes on where it stopped. One that is asked to leave
+result is there is not run again, so a pipeline that was stopped continues where it stopped. One that is asked to leave
 hands that on to its stage: training checkpoints and leaves, the other stages are short and end first.
 """
 

@@ -36,7 +36,7 @@ def is_address(host: str) -> bool:
 
 
 def listening_descriptor(address: str, port: int) -> int:
-    """The descriptor of a socket that listens on ``address`` (IPv4) alone. Whoever takes it closes it.
+    """The descriptor of a socket that listens only on ``address`` (IPv4). Whoever takes it closes it.
 
     Raises:
         OSError: the port is taken, or the address is none of this host's.

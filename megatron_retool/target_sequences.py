@@ -1,7 +1,7 @@
 """What a caller teaches the learner by itself: sequences with targets of their own, a loss, and one optimizer step.
 
 ``TrajectoryBatch`` is a rollout, whose tokens predict one another. Here each position has the targets that the caller
-gives it: the next token, any other, or several of which each has its own weight (distillation from a teacher's top k).
+gives it: the next token, any other, or several, each with its own weight (distillation from a teacher's top k).
 
 All losses are sums over tokens, without a mean or a weight of the batch: what is accumulated in several calls is then
 the same as what is accumulated in one.

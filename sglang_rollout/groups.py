@@ -53,7 +53,7 @@ class Group:
         return len(self.states) >= self.size
 
     def paused(self) -> PausedGroup:
-        """What it has so far; it stays as it is when the group goes on."""
+        """What it has so far; it stays as it is when the group continues."""
         states = [state.copy() for state in self.states]
         branching = None if self.branching is None else self.branching.state_dict()
         return PausedGroup(self.group_id, self.size, self.age, states, branching)

@@ -7,9 +7,9 @@
 
 The stream takes ``Changes`` on its way (``await groups.asend(changes)`` in place of ``anext``): further prompts, which
 begin at once, and groups that are not needed any more. Leaving the loop early ends what is unfinished: with
-rollout.partial.enable it is paused, kept as token ids, and goes on in the next training stream; otherwise it is
+rollout.partial.enable it is paused, kept as token ids, and continues in the next training stream; otherwise it is
 dropped. Tool calls that run longer than the stop waits are not made again: they run on, over several streams if need
-be, and the stream in which they end goes on with their results. Whatever an engine, a tool or an agent does, a
+be, and the stream in which they end continues with their results. Whatever an engine, a tool or an agent does, a
 trajectory that was started and not dropped comes out exactly once, with a finish reason.
 """
 
@@ -46,7 +46,7 @@ STOP_SECONDS = 6.0
 """How long a stream that is stopped waits for its agents."""
 LINGERING_POLL_SECONDS = 0.2
 MAX_AGENT_FAILURES = 16
-"""Trajectories in a row that an agent's errors may end before the run is told."""
+"""Trajectories in a row that an agent's errors may end before the run ends."""
 MAX_IDLE_RUNS = 4
 """Times in a row that an agent may come back without a token more and without having been asked to pause."""
 
@@ -67,7 +67,7 @@ class _Running:
         sessions: of each task, with the trajectory's group id and index.
         working: agents at work by group id. One of them may still be closing its tools, whose results belong to the
             trajectory, when that has its finish reason.
-        ready: groups of which a trajectory has ended, changes that the caller makes meanwhile, or what ends the stream.
+        ready: groups in which a trajectory has ended, changes that the caller makes meanwhile, or what ends the stream.
     """
 
     settings: RequestSettings

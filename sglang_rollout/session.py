@@ -24,7 +24,7 @@ from sglang_rollout.engine.router import Lease, RoutedEngine
 from sglang_rollout.rollout_statistics import RolloutStatistics
 
 MAX_ENGINE_FAILURES = 8
-"""Requests of one trajectory that may fail on live engines before the run is told."""
+"""Requests of one trajectory that may fail on live engines before the run ends."""
 MAX_EMPTY_ANSWERS = 4
 """Times in a row that an engine may end a request by itself without a token."""
 ABORT_REPEAT_SECONDS = 0.5

@@ -182,7 +182,7 @@ def _keywords(label: str, method: str, function: Callable[..., Any], first: str 
     """Names that ``function`` takes as keywords, None for any.
 
     Args:
-        first: what it is called with by position; None: its keyword-only parameters alone count.
+        first: what it is called with by position; None: only its keyword-only parameters count.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if any(each.kind is each.VAR_KEYWORD for each in parameters):

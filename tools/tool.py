@@ -10,10 +10,10 @@
         async def call(self, arguments, session, *, timeout=10.0) -> str: ...            # execute_kwargs of the prompt
         async def close(self, session) -> dict | None: ...
 
-A tool without state defines ``call(self, arguments)`` alone. A function needs no class: see function_tool.
+A tool without state defines only ``call(self, arguments)``. A function needs no class: see function_tool.
 
 A session belongs to one trajectory in one process. It is closed when the trajectory ends in whatever way, and when the
-trajectory is paused, but not while a call of it runs. A fork (ARPO), and a trajectory that goes on after a pause or a
+trajectory is paused, but not while a call of it runs. A fork (ARPO), and a trajectory that continues after a pause or a
 restart, open sessions of their own; ``TrajectoryInfo.earlier_calls`` says what the trajectory has called before, so
 that a tool can rebuild its state.
 """
@@ -74,7 +74,7 @@ class TrajectoryInfo:
 
     @property
     def trajectory_id(self) -> str:
-        """``<group_id>/<index>``. Validation counts its groups by itself, so it is unique within a purpose alone."""
+        """``<group_id>/<index>``. Validation counts its groups by itself, so it is unique only within a purpose."""
         return f"{self.group_id}/{self.index}"
 
 
@@ -102,7 +102,7 @@ class Tool:
 
     async def call(self, *arguments: Any, **settings: Any) -> ToolResult | str:
         """``call(arguments)`` or ``call(arguments, session)``, with execute_kwargs: run with ``arguments``, a mapping
-        that satisfies the schema. Text alone is a result of status ok. May raise only where the tool itself is broken.
+        that satisfies the schema. Plain text is a result of status ok. May raise only where the tool itself is broken.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no call")
 

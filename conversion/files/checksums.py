@@ -6,7 +6,7 @@
 
 A file that several writers made at a time has a hash for each one's part, with the parts' sizes, in order.
 The hash is XXH3 with 128 bits: it finds every accidental change, at the speed of memory (it is no proof against someone
-who changes files on purpose). A directory in a directory that has a marker of its own is listed by that marker alone.
+who changes files on purpose). A directory in a directory that has a marker of its own is listed only by that marker.
 Files that came later are ignored, and so are directories whose marker is empty: earlier versions wrote those.
 """
 
@@ -32,7 +32,7 @@ COMPLETE_NAME = "COMPLETE"
 CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 """Names of a run's checkpoints."""
 WEIGHTS_NAME = re.compile(r"weights_step_(\d+)")
-"""Names of those that hold weights alone."""
+"""Names of those that hold only weights."""
 
 _ALGORITHM = "xxh3_128"
 _DAMAGED_MARKER = "is damaged: it is not the list of checksums that was written"
@@ -194,7 +194,7 @@ def find_faults(
 
     Args:
         part: which of ``parts`` shares of the files to look at; the shares of all parts have about equally many bytes.
-        contents: False: existence and size alone, without reading any file but markers.
+        contents: False: only existence and size, without reading any file but markers.
         nested: look also into directories that have a marker of their own.
         on_bytes: told the bytes of each file that has been read.
 

@@ -285,7 +285,7 @@ class HFCheckpoint:
                 raise HFCheckpointError(f"{path} ends inside tensor {stored.name}: fetch the file again") from None
 
     def _element(self, part: StackPart) -> Tensor:
-        """The element of a stack that a part is of; each thread keeps the last, of which it asks for parts in turn."""
+        """The element of a stack that a part is of; each thread keeps the last, and asks for its parts in turn."""
         key = part.tensor, part.index
         if getattr(self._last, "key", None) != key:
             stored = self.tensors[part.tensor]

@@ -2,7 +2,7 @@
 
 Conversions carry their tensors along as they are, so that an exported model can still draft for itself:
 ``hf_to_mcore.py`` stores each under its Hugging Face name behind ``PREFIX``, and ``mcore_to_hf.py`` takes them from
-there, or from the model or checkpoint that it is told.  A learner that trains them (learner.mtp.train) reads them there
+there, or from the model or checkpoint given.  A learner that trains them (learner.mtp.train) reads them there
 too, and its own checkpoints have them as parameters of the model, see ``Architecture.with_predictors``.
 """
 

@@ -114,7 +114,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def counted(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """A function that is told of parts as they are done, and tells ``on_progress`` of their sum."""
+    """A function that counts parts as they are done, and gives ``on_progress`` their sum."""
     done = 0
 
     def report(part: int) -> None:

@@ -174,7 +174,7 @@ class Architecture:
         return bool(self.dense_layers or self.linear_layers or self.shared_choices)
 
     def with_predictors(self) -> Architecture:
-        """The model with its layers for multi-token prediction, of which config.json tells how many there are.
+        """The model with its layers for multi-token prediction; config.json tells how many there are.
 
         Raises:
             UnsupportedArchitecture: it has none, or the learner cannot train those of its family.

@@ -23,7 +23,7 @@ from conversion.model.position_config import rope_kind, rope_parameters
 class LatentSizes:
     """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    A head's queries and keys have ``Architecture.head_dim`` features, of which positions rotate ``rotary_dim``: in a
+    A head's queries and keys have ``Architecture.head_dim`` features; positions rotate ``rotary_dim`` of them: in a
     checkpoint the last ones. The rotated features of a key are the same for all heads.
     """
 

@@ -8,7 +8,7 @@ and transformers read it. Export, weight sync, engines and ``--verify`` all ask 
 
 The other linear layers keep their dtype and are listed in ``blockwise_quantization_config``.
 
-Scales are those of Transformer Engine's blockwise recipe, of which there are two kinds: any float32, or powers of two
+Scales are those of Transformer Engine's blockwise recipe, in two kinds: any float32, or powers of two
 alone. ``has_power_of_two_scales`` says which a GPU's kernels take, for the learner's layers, engines' weights, what
 imitates them and exported checkpoints alike, so that FP8 learners and FP8 engines compute with the same e4m3 numbers.
 
@@ -153,7 +153,7 @@ def quantized_names(weight_map: WeightMap) -> frozenset[str]:
 
 
 def has_power_of_two_scales(capability: tuple[int, int] | None) -> bool:
-    """Whether FP8 kernels of a GPU of this compute capability take block scales that are powers of two alone.
+    """Whether FP8 kernels of a GPU of this compute capability take only block scales that are powers of two.
 
     From Blackwell (10.0) on tensor cores multiply with scales that have an exponent and nothing else: Transformer
     Engine and SGLang then make such scales. Hopper's kernels take any float32, which loses less. None: no GPU.

@@ -63,7 +63,7 @@ def forward_flops(
 
 
 def forward_flops_of(architecture: Architecture, tokens: float, pairs: float, head_tokens: float) -> float:
-    """FLOPs of one forward pass over so many tokens, of which the head reads some.
+    """FLOPs of one forward pass over so many tokens, some of which the head reads.
 
     Args:
         pairs: (query, key) pairs of a layer, on average over the layers.

@@ -74,7 +74,7 @@ def partial_rotary(config: ConfigReader, default: float = 1.0, *, scaled: bool =
 
     Args:
         default: of partial_rotary_factor, where config.json is silent.
-        scaled: whether a factor on the rotated features alone has been tried with the family.
+        scaled: whether a factor on only the rotated features has been tried with the family.
 
     Raises:
         UnsupportedArchitecture: as ``decoder``, or the part is no even number of features.

@@ -233,7 +233,7 @@ def quantization_of(directory: str | Path, hf_config: Mapping[str, Any]) -> Quan
 
 
 def quantization_in(hf_config: Mapping[str, Any]) -> Quantization | None:
-    """What config.json alone declares; None: nothing.
+    """What config.json by itself declares; None: nothing.
 
     Raises:
         UnsupportedArchitecture: in another way than those that are read.
@@ -480,7 +480,7 @@ def _modelopt_scheme(algorithm: str, reader: ConfigReader) -> Scheme:
 
 
 def _group_size(reader: ConfigReader, default: int) -> int:
-    """Columns that share a scale: config.json has the number within config_groups alone."""
+    """Columns that share a scale: config.json has the number only within config_groups."""
     groups = reader.inner("config_groups")
     found = [groups.inner(name).inner("weights").integer("group_size", default) for name in groups.mapping]
     return reader.integer("group_size", found[0] if found else default)

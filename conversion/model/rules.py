@@ -509,7 +509,7 @@ COPIES_BEHIND = {
 
 
 def optional(rules: Iterable[Rule], field: str) -> Rules:
-    """``rules`` of models alone that set a field of ``Architecture``, such as "qk_norm"."""
+    """``rules`` only of models that set a field of ``Architecture``, such as "qk_norm"."""
     return tuple(replace(rule, only_with=field) for rule in rules)
 
 

@@ -78,7 +78,7 @@ class Stacker:
         self._stacks: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensor of which this was the last part that was missing, if any."""
+        """The tensor whose last missing part this was, if any."""
         part = part_of(name)
         if part is None:
             yield name, tensor

@@ -1,4 +1,4 @@
-"""Admission of a model family: a shrunk model with random weights, held against transformers in every layout.
+"""Admission of a model family: a shrunk model with random weights, compared with transformers in every layout.
 
 ``admit.examine`` is the whole of it. ``megatron-retool admit`` calls it for the models that it is given, the test suite
 for one of every built-in family.

@@ -1,4 +1,4 @@
-"""The layouts that a family is held against transformers in, by name."""
+"""The layouts in which a family is compared with transformers, by name."""
 
 from __future__ import annotations
 

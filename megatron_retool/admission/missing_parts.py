@@ -128,7 +128,7 @@ def unread_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _keys_of_readers() -> frozenset[str]:
-    """The texts in the readers' sources, of which keys are a part; but for those that readers only ever refuse."""
+    """The texts in the readers' sources, keys among them, except those that readers only refuse."""
     texts, refused = set[str](), set[str]()
     readers = {family.read.__module__ for family in built_in_families().values()}
     for module in (*_READING, *(sys.modules[name] for name in sorted(readers))):

@@ -32,7 +32,7 @@ class Check:
 
 
 def judged(kind: str, name: str, figures: dict[str, float], exceeding: dict[str, float]) -> Check:
-    """A check that measured ``figures``, of which ``exceeding`` are beyond their tolerance."""
+    """A check that measured ``figures``; ``exceeding`` names those beyond their tolerance."""
     if not exceeding:
         return Check(kind, name, AdmissionVerdict.PASS, figures=figures)
     worst = sorted(exceeding.items(), key=lambda item: -item[1])

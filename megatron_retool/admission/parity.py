@@ -186,7 +186,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
 
 
 def engine_sequences(longest: int | None) -> list[list[int]]:
-    """The mini-batch's prompts with their responses, of which an engine scores the first ``longest`` tokens."""
+    """The mini-batch's prompts with their responses; an engine scores their first ``longest`` tokens."""
     return [np.concatenate(pair)[:longest].tolist() for pair in sequences(mini_batch())]
 
 

@@ -47,7 +47,7 @@ _EPSILON = 1e-6
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns; a plain tuple does too, and ``advantages`` alone where no critic learns.
+    """What an estimator returns; a plain tuple does too, and only ``advantages`` where no critic learns.
 
     Both float [T], 0 where ``loss_mask`` is false. ``returns`` are what a critic should have predicted.
     """

@@ -96,7 +96,7 @@ def check_advantage(estimator: Extension[AdvantageEstimator]) -> None:
 
 
 def check_aggregation(aggregation: Extension[LossAggregation]) -> None:
-    """Call an aggregation that is not built in, on responses of which one, and then all, have no token.
+    """Call an aggregation that is not built in, on responses of which one has no token, and then on empty ones.
 
     Raises:
         ExtensionError: as ``token_weights``.

@@ -21,7 +21,7 @@ class GroupFilter:
 
     kept_groups: group ids with a signal, in the order of their first response.
     all_correct, all_wrong: dropped groups whose members all had accuracy 1, or all 0. A group may be neither (equal
-        rewards between the two), and then counts in ``all_equal`` alone.
+        rewards between the two), and then counts only in ``all_equal``.
     all_equal: all dropped groups.
     """
 
@@ -51,7 +51,7 @@ def filter_groups(
     Args:
         group_ids: int [N], any integers; members of a group need not lie together.
         values: float [N], the reward or the accuracy of each response (``dynamic_sampling.metric``).
-        accuracies: float [N] in [0, 1], for the counts alone; ``values`` again where the metric is acc.
+        accuracies: float [N] in [0, 1], only for the counts; ``values`` again where the metric is acc.
         tolerance: largest difference inside a group that still counts as equal.
 
     Returns:

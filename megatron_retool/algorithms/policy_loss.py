@@ -43,7 +43,7 @@ class PolicyLossInputs:
         loss_mask: bool, true at tokens that the policy sampled.
         loss_weights: float, ``token_weights`` of the whole mini-batch; 0 at tokens without loss.
         sequence_ids: any integers that are equal inside a response and differ between responses.
-        importance_weights: float, from rollout correction; they multiply the policy term alone.
+        importance_weights: float, from rollout correction; they multiply only the policy term.
         entropy: float, with a gradient.
         ref_log_probs: float, of the reference policy; there for losses that need REFERENCE, and for a KL in the loss.
         values, returns: float, the critic's values before the update and what they should have been; there for losses
@@ -82,7 +82,7 @@ class LossOutput(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """What a policy loss returns; a plain tuple, or ``losses`` alone, does too.
+    """What a policy loss returns; a plain tuple, or only ``losses``, does too.
 
     Attributes:
         losses: float [t] with a gradient. Tokens that are not ``active`` are ignored, in loss and metrics.

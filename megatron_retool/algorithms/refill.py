@@ -1,7 +1,7 @@
 """Continuous dynamic sampling: which groups a step starts, takes into its batch, and gives up.
 
 DAPO, arXiv:2503.14476, section 3.2, without rounds: as soon as a group turns out to carry no signal, so many others are
-started as it takes to fill the batch. The batch is decided by order alone: it is the first ``wanted`` informative
+started as it takes to fill the batch. Only order decides the batch: it is the first ``wanted`` informative
 groups in the order in which they were started, and a later group counts only once every earlier one is decided. So
 nothing depends on who finished first, and short responses have no advantage; what was started in vain changes nothing.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 MEMORY = 0.8
 """Weight of all earlier steps beside the present one in the keep rate: it looks back about five steps."""
 ASSUMED = 4
-"""Groups with a signal that the keep rate begins with: the first ones of a run do not decide it alone."""
+"""Groups with a signal that the keep rate begins with: the first ones of a run are not all that decides it."""
 MAX_AHEAD = 8
 """Batches of groups that are under way at most, however few are kept."""
 
@@ -57,7 +57,7 @@ class KeepRate:
 
 
 def groups_for(missing: int, keep_share: float, certainty: float) -> int:
-    """Groups under way of which ``missing`` will be kept: the smallest n with n p - c sqrt(n p (1 - p)) >= missing.
+    """Groups under way for ``missing`` to be kept: the smallest n with n p - c sqrt(n p (1 - p)) >= missing.
 
     Args:
         keep_share: p, in (0, 1].

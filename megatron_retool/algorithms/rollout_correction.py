@@ -200,7 +200,7 @@ def correct_responses(
     num_sequences: int,
     config: RolloutCorrectionSettings,
 ) -> ResponseCorrection:
-    """Weights, rules and veto alone, for any subset of whole responses: what ``rollout_correction`` gives them.
+    """Only weights, rules and veto, for any subset of whole responses: what ``rollout_correction`` gives them.
 
     The loss needs it where the learner's log-probs are first known in the forward pass of the update: in bypass mode,
     and where old log-probs are the update's own. The batch filter is not applied, and weights are as they are before
@@ -482,7 +482,7 @@ def _category_means(units: _SampledTokens, categories: Tensor, size: int) -> dic
     means = sums[:, 1:] / counts[:, None]
     moments = torch.zeros(size + 1, 3, dtype=torch.float64, device=device)
     for piece in pieces:
-        # Centred before squaring: probabilities near 1 differ in their last digits alone.
+        # Centred before squaring: probabilities near 1 differ only in their last digits.
         centre = means[owners[piece]]
         train = units.train_log_probs[piece].to(torch.float64).exp() - centre[:, 3]
         rollout = units.rollout_log_probs[piece].to(torch.float64).exp() - centre[:, 4]

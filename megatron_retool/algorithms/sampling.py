@@ -24,7 +24,7 @@ What goes into the ratio, in one sentence: the policy *is* mu, on both sides.
   logits what the filters remove (``learner/log_probs.py``), so old_log_probs, the current log-probs of the update and
   the entropy are mu's too, and a ratio is 1 wherever both sides computed the same logits.
 
-The alternative, pi = softmax(z / temperature) in the numerator alone, is also exact on the kept tokens,
+The alternative, pi = softmax(z / temperature) only in the numerator, is also exact on the kept tokens,
 E_mu[pi / mu * f] = E_pi[f 1[kept]], but a response of n tokens then has a ratio of (kept mass)^n without any mismatch,
 which no trust region on the ratio survives.
 """

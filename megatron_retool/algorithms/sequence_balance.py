@@ -61,7 +61,7 @@ def balanced_partition(
     neighbouring cost, one per part, so that sizes stay equal, and single rows are swapped afterwards as long as that
     lowers the heaviest part.  O(n (k log k + log n)) time.
 
-    Invariants: every row appears exactly once; rows inside a part ascend; the answer depends on the costs alone; with
+    Invariants: every row appears exactly once; rows inside a part ascend; the answer depends only on the costs; with
     ``equal_size`` the sizes of two parts differ by at most one.  A part can be empty only where there are fewer rows
     than parts.  No partition can make the most expensive part cheaper than the most expensive row.
 

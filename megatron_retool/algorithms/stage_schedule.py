@@ -1,4 +1,4 @@
-"""Integer settings that change as training goes on: ``["0 24", "30 16", "80 12"]``, each "<first step> <value>"."""
+"""Integer settings that change during training: ``["0 24", "30 16", "80 12"]``, each "<first step> <value>"."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
 
     Args:
         gpus_per_node: None takes ``cluster.gpus_per_node``.
-        sft: supervised fine-tuning, which runs the learner alone, ``learner.world_size / nodes`` ranks on each node.
+        sft: supervised fine-tuning, which runs only the learner, ``learner.world_size / nodes`` ranks on each node.
 
     Raises:
         ConfigError: the GPUs do not suffice, an engine would span nodes, ranks do not spread evenly, or new weights

@@ -49,7 +49,7 @@ from tools.registry import ToolRegistry
 
 
 class Deployment:
-    """The run's processes and the objects that speak to them. ``with_learner=False``: engines and tools alone."""
+    """The run's processes and the objects that speak to them. ``with_learner=False``: only engines and tools."""
 
     learner: LearnerGroup
     critic: LearnerGroup | None = None
@@ -243,7 +243,7 @@ class Deployment:
         await self._start_learner()
 
     async def _sandbox_client(self, placement: Placement) -> CodeInterpreterClient | None:
-        """Client of the named code interpreter servers, or of the run's own, of which none is started yet.
+        """Client of the named code interpreter servers, or of the run's own, none of which is started yet.
 
         Raises:
             ConfigError: a named server does not answer.

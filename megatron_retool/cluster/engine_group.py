@@ -18,7 +18,7 @@ from sglang_rollout.engine.base import EngineServer, make_engine
 from sglang_rollout.engine.key import engine_key, use_engine_key
 
 ANSWER_SECONDS = 20.0
-"""How long an actor may take to end its engine, of which the engine's own limits take 10, before it is replaced."""
+"""How long an actor may take to end its engine (10 of it are the engine's own limits) before it is replaced."""
 
 
 class EngineWorker:

@@ -152,7 +152,7 @@ class EngineWeights:
                 return None
             start = self._starts[url] = asyncio.ensure_future(self._start(url))
             start.add_done_callback(lambda _: self._starts.pop(url))
-        # One who asks may be cancelled; the other goes on waiting.
+        # One who asks may be cancelled; the other still waits.
         return await asyncio.shield(self._starts[url])
 
     async def _start(self, url: str) -> str:

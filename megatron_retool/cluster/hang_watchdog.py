@@ -34,7 +34,7 @@ from megatron_retool.runs.leave import REQUEUE
 DUMP_SECONDS = 30.0
 """Longest look at one process."""
 ABORT_GRACE_SECONDS = 60.0
-"""How long a driver that is told to end may go on; then it is ended, and its children with it."""
+"""How long a driver that was asked to end may continue; then it is ended, and its children with it."""
 
 
 class RunHung(OperationError):
@@ -143,7 +143,7 @@ class HangWatchdog:
                 for node, text in self._remote_stacks():
                     file.write(f"\n===== node {node}\n{text}")
             where = f"the stacks of every process are in {path}"
-        except Exception as error:  # the watchdog goes on whatever a look at a sick run meets
+        except Exception as error:  # the watchdog continues whatever a look at a sick run meets
             where = f"the stacks in {path} are incomplete: {error}"
         self._console.print(f"{what}; {where}", style="bold red", markup=False, highlight=False)
         if self._abort:

@@ -68,7 +68,7 @@ Answer = TypeVar("Answer")
 Bucket = list[tuple[str, torch.Tensor]]
 FloatArray = npt.NDArray[np.float32]
 Updated = tuple[dict[str, float] | None, float]
-"""Metrics of an update (rank 0's alone), and the seconds that the rank itself took (``Learner.own_seconds``)."""
+"""Metrics of an update (only rank 0's), and the seconds that the rank itself took (``Learner.own_seconds``)."""
 
 
 class LearnerWorker:
@@ -113,7 +113,7 @@ class LearnerWorker:
             MASTER_PORT=str(master[1]),
             RANK=str(self.rank),
             WORLD_SIZE=str(self.config.learner.world_size),
-            LOCAL_RANK="0",  # a rank sees its own GPU alone
+            LOCAL_RANK="0",  # a rank sees only its own GPU
         )
         from megatron_retool.learner.learner import Learner
 
@@ -132,7 +132,7 @@ class LearnerWorker:
         )
         return socket.gethostname()
 
-    # The answers of these are the same on every rank; rank 0's alone leaves its process.
+    # The answers of these are the same on every rank; only rank 0's leaves its process.
 
     def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
         """``Learner.log_probs``; None on other ranks than the first."""
@@ -556,5 +556,5 @@ def _of_rank_0[Answer](answers: Sequence[Answer | None]) -> Answer:
 
 
 def _of_rank(placement: Placement, role: str, rank: int) -> dict[str, str]:
-    """With GPUs a rank sees its own alone, and could not tell how many others share its node's cores."""
+    """With GPUs a rank sees only its own, and could not tell how many others share its node's cores."""
     return {"LOCAL_WORLD_SIZE": str(placement.ranks_beside(role, rank))} if placement.gpus(role, rank) else {}

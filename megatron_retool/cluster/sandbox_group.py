@@ -24,7 +24,7 @@ CHECK_SECONDS = 1.0
 class SandboxWorker:
     """Owner of a node's sandbox server. The server dies with this actor, and this actor with the driver and its node.
 
-    The server listens on the node's address in Ray's network alone, and demands ``token``.
+    The server listens only on the node's address in Ray's network, and demands ``token``.
     """
 
     def __init__(self, config: Config, index: int, token: str) -> None:

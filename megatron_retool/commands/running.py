@@ -69,7 +69,7 @@ def run_async[Result](coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether it is one of a run's checkpoints, or weights alone of Megatron-Core."""
+    """Whether it is one of a run's checkpoints, or Megatron-Core's weights without one."""
     return any((place / FORMAT_NAME).is_file() for place in (directory, directory / "learner"))
 
 

@@ -10,8 +10,8 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """One of ``known``, or None: a name of the same section, else of another one, that is the same, or misspelt, or
     shortened, or made longer.
 
-    Names are compared and not whole keys, of which the sections' names make any two look alike. Names that mean
-    something else in each section (n, path, enable, …) are looked for in the key's own part of the tree alone.
+    Names are compared and not whole keys: the sections' names make any two keys look alike. Names that mean
+    something else in each section (n, path, enable, …) are looked for only in the key's own part of the tree.
     """
     section, _, name = key.rpartition(".")
     top = key.partition(".")[0]

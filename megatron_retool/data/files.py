@@ -53,7 +53,7 @@ def _read_json_lines(path: Path) -> pa.Table:
 
 
 def json_lines_table(path: str | Path, content: bytes, first: int = 0) -> pa.Table:
-    """The table of some lines of ``path``, of which the first one is row ``first``.
+    """The table of some lines of ``path``; the first one is row ``first``.
 
     Raises:
         DataError: a line is nested too deeply, or its text is no UTF-8.

@@ -1,6 +1,6 @@
 """Reading prompts: verl's parquet columns, DAPO-Math-17k, AIME 2024 and 2025, and reasoning-gym's generators.
 
-What a source looks like is told from its columns:
+A source's columns tell what it looks like:
 
 * verl's layout, which DAPO-Math-17k shares: prompt (a list of messages, JSON text of one, or a bare question),
   reward_model {ground_truth, …}, and optionally data_source and extra_info, in which tools_kwargs {tool:

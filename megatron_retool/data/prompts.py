@@ -77,8 +77,8 @@ class PromptCounts:
 class PromptSource:
     """The training prompts, in a new random order each epoch, without end.
 
-    The order is a function of ``seed`` and the epoch's number alone, so that the position is two integers and a
-    resumed run goes on with exactly the prompts that the stopped one would have drawn.
+    The order depends only on ``seed`` and the epoch's number, so that the position is two integers and a
+    resumed run continues with exactly the prompts that the stopped one would have drawn.
 
     Raises:
         ConfigError: data.train_files is empty.

@@ -123,7 +123,7 @@ class SFTDataset:
 class BatchOrder:
     """Which rows make up the batch of a step: a fresh permutation each epoch, cut into batches across epochs' borders.
 
-    A function of seed and step alone, so that a resumed run needs no stored position. Batches are plain random ones:
+    A function of only seed and step, so that a resumed run needs no stored position. Batches are plain random ones:
     bucketing by length saves padding that packed sequences do not have, and correlates each batch's content with its
     length.
     """

@@ -48,7 +48,7 @@ def check_tokenizer_files(model: ModelConfig) -> None:
     """Make sure that the files of a tokenizer hold a vocabulary, and its chat template is one; transformers is not
     imported.
 
-    From tokenizer_config.json alone, transformers makes a tokenizer that knows no text, and says nothing.
+    From only tokenizer_config.json, transformers makes a tokenizer that knows no text, and says nothing.
 
     Raises:
         ConfigError: naming the directory or file, and the cure.

@@ -1,4 +1,4 @@
-"""A checkpoint of the learner: training goes on from it as if nothing had been, in another layout too."""
+"""A checkpoint of the learner: training continues from it without a difference, in another layout too."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def reference_file(session: DoctorSession, kind: str) -> Path:
 
 
 def reference(session: DoctorSession) -> list[StepFigure]:
-    """Make the models, and what the learner's figures are held against."""
+    """Make the models, and what the learner's figures are compared with."""
     figures = []
     for kind in KINDS:
         model = build(kind)
@@ -82,7 +82,7 @@ def build(kind: str) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.1)
-            # What bfloat16 holds: where the model is loaded in that, arithmetic alone differs.
+            # What bfloat16 holds: where the model is loaded in that, only arithmetic differs.
             parameter.copy_(parameter.to(torch.bfloat16))
     return model.float().eval()
 

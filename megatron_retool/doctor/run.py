@@ -40,7 +40,7 @@ def examine(
         asked: GPUs to use; None: all that there are.
         names: of steps or groups; None: all.
         keep: where logs and files of the steps stay; None: they go.
-        nodes: hosts on each of which this is called; None: this one alone.
+        nodes: hosts that all call this; None: only this one.
 
     Returns:
         1 where a step failed, else 0.

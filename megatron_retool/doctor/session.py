@@ -1,4 +1,4 @@
-"""What every step is told: which machine this is, and where steps leave what later ones need."""
+"""What every step gets to know: which machine this is, and where steps leave what later ones need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DoctorSession:
         directory: of this call, where steps leave files and logs.
         gpus: that steps may use; 0: a host without CUDA.
         asked: GPUs that --gpus asks for; None: as many as there are.
-        nodes: hosts that take part; None: this one alone.
+        nodes: hosts that take part; None: only this one.
     """
 
     directory: Path

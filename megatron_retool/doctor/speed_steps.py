@@ -60,7 +60,7 @@ def fastest_seconds(
     """Of ``repeats`` calls of ``work`` the quickest, in seconds.
 
     Args:
-        device: the GPU whose work counts too; None: the host's alone.
+        device: the GPU whose work counts too; None: only the host's.
         before: called before each, and not counted.
     """
     seconds = []

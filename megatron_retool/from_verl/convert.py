@@ -130,7 +130,7 @@ def _read_yaml(path: Path, text: str) -> VerlSource:
 
 
 class _Unresolved(str):
-    """An interpolation that the file alone does not resolve."""
+    """An interpolation that the file does not resolve by itself."""
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

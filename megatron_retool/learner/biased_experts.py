@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ExpertOutput(RowParallelLinear):
-    """The second matrix of an expert, with an output of its own, and a bias whose gradient is the expert's alone.
+    """The second matrix of an expert, with an output of its own, and a bias whose gradient is only the expert's.
 
     Megatron's MLP adds the bias in place, which autograd forbids on the view that ``RowParallelLinear`` returns. And
     its mark of sequence parallelism has ``finalize_model_grads`` add up the gradients of all tensor-parallel ranks:

@@ -156,7 +156,7 @@ class GatedRMSNorm(torch.nn.Module):
         super().__init__()
         self.eps, self.sequence_parallel = config.layernorm_epsilon, config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-        # A rank's gradient is that of its heads; finalize_model_grads adds up with sequence parallelism alone.
+        # A rank's gradient is that of its heads; finalize_model_grads adds up only with sequence parallelism.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -350,7 +350,7 @@ class Learner:
 
         Returns:
             log_probs, entropy, routing_flips: as ``log_probs`` before the update.
-            metrics: as ``update``; routing_replay/* alone where every token was rejected and nothing was learned.
+            metrics: as ``update``; only routing_replay/* where every token was rejected and nothing was learned.
 
         Raises:
             ValueError: as ``update``.
@@ -618,7 +618,7 @@ class Learner:
 
         Args:
             asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
-            weights_only: write the model alone.
+            weights_only: write only the model.
 
         Raises:
             SaveError: too little room on the disk, or writing failed, on any rank.

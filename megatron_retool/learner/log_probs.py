@@ -86,12 +86,12 @@ def token_scores(
         hidden: [n, h], the same on every rank of ``group``. Its gradient is this rank's part of a sum over ``group``:
             take it through ``head_hidden_states``.
         weight: [V / TP, h], this rank's rows of the output layer.
-        targets: int64 [n], global token ids; or [n, K], of which each row is read from the same logits.
+        targets: int64 [n], global token ids; or [n, K], each row read from the same logits.
         vocab_size: tokens of the vocabulary; rows beyond it are padding and get probability 0.
         group: tensor-parallel group over which the vocabulary is split; None or of size 1: not split.
         temperature: logits are divided by it.
         sampling: its temperature instead, and its filters. The target is never filtered out: it was sampled, and where
-            the sampler's logits differ in their last digits a token at the edge may be in on one side alone.
+            the sampler's logits differ in their last digits a token at the edge may be in on one side only.
         chunk_tokens: rows whose logits exist at one time.
         fp32_head: multiply in fp32 whatever the dtype of ``hidden`` and ``weight``.
         main_grad: where given, the weight's gradient is added to this fp32 buffer (Megatron's main gradient) and not

@@ -2,7 +2,7 @@
 
 One builder for every machine.  With Transformer Engine the layers come from its spec; without it (CPU, or a GPU without
 Transformer Engine) from Megatron's local spec with the modules of ``attention.py``.  Parameter names differ between the
-two in the norms alone, which the weight map knows.
+two only in the norms, which the weight map knows.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def build_transformer_config(
         # A list also gives every layer's tensors keys of their own in checkpoints, see weight_map.checkpoint_place.
         options["moe_layer_freq"] = [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)]
     if architecture.linear_layers:
-        # For those keys alone: without a variant of attention Megatron reads it nowhere else.
+        # Only for those keys: without a variant of attention Megatron reads it nowhere else.
         options["linear_attention_freq"] = [
             int(n in architecture.linear_layers) for n in range(architecture.num_layers)
         ]
@@ -356,9 +356,9 @@ class PackedModel(GPTModel):
         predictions: PredictionLoss | None = None,
         **head_options: Any,
     ) -> Tensor:
-        """One stage's pass over a micro-batch, of which ``routing`` says or keeps who goes through which experts.
+        """One stage's pass over a micro-batch; ``routing`` says or keeps which token goes through which experts.
 
-        ``predictions``, where it is given, is told what the layers for multi-token prediction say.
+        ``predictions``, where it is given, gets what the layers for multi-token prediction say.
 
         Returns:
             Hidden states [t, 1, h] (with sequence parallelism [t / TP, 1, h]) on stages before the last; what ``_head``
@@ -566,7 +566,7 @@ class CriticModel(PackedModel):
             torch.nn.init.zeros_(self.value_head.weight)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Every module as it is: GPTModel's own goes on to look for an output layer."""
+        """Every module as it is: GPTModel's own method would look for an output layer."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **_: Any) -> Tensor:

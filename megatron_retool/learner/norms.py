@@ -23,7 +23,7 @@ from megatron_retool.learner.attention import RMSNorm, SwiGLUMLP
 
 
 class FullWidthRMSNorm(torch.nn.Module):
-    """RMSNorm over all heads together (OLMo 2, arXiv:2501.00656, section 3.2), of which a TP rank has its part.
+    """RMSNorm over all heads together (OLMo 2, arXiv:2501.00656, section 3.2); a TP rank has its part of them.
 
     Every rank has the whole weight and uses its heads' part.  The gradients are added up over the ranks by Megatron's
     ``finalize_model_grads``, which does that with parameters of these names (q_layernorm, k_layernorm) whether or not

@@ -65,7 +65,7 @@ def build_optimizer(
 
 
 def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:
-    """Mark what Muon does not update. Megatron alone would give it routers and heads of critics too."""
+    """Mark what Muon does not update. Megatron by itself would give it routers and heads of critics too."""
     for name, parameter in global_parameters(model_chunks):
         if not updated_by_muon(name, parameter.dim()):
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ class Prediction:
     """What a layer for multi-token prediction reads of a micro-batch. t, n as in ``MicroBatch``.
 
     Attributes:
-        input_ids: int64 [1, t], the token that each local token's layer is told: the k-th behind it in its text, for
+        input_ids: int64 [1, t], the token that each local token's layer gets: the k-th behind it in its text, for
             layer k from 1 on. 0 where the text ends before.
         head_positions: int64 [n], local tokens whose output predicts the token behind that one.
         targets: int64 [n], these tokens; all are of the head's, see ``Packer.micro_batches``.
@@ -195,7 +195,7 @@ class Packer:
         empty ones.
 
         Raises:
-            ValueError: a sequence alone exceeds the token budget; the message names its row.
+            ValueError: one sequence exceeds the token budget; the message names its row.
         """
         stream, units = Stream(batch), self.units(batch)
         return Plan(stream, units, self._shares(stream, units))
@@ -422,7 +422,7 @@ class Packer:
         """``MicroBatch.predictions`` of the layer ``depth``, from 1 on.
 
         Args:
-            ids: what it is told, in the whole stream.
+            ids: what it gets, in the whole stream.
             places: of the targets in their texts.
             heads: tokens of the whole stream before the targets.
             local, place: tokens of the whole stream that this rank holds; where, or -1.

@@ -29,7 +29,7 @@ _context_groups: dict[int, Any] = {}
 def _rendezvous(backend: str, world_size: int, timeout: timedelta) -> None:
     """Join torch.distributed by MASTER_ADDR, MASTER_PORT and RANK.
 
-    Rank 0 listens on MASTER_ADDR alone where that is an address; torch itself would on every one of the host. A host's
+    Rank 0 listens only on MASTER_ADDR where that is an address; torch itself would on every one of the host. A host's
     name may lead elsewhere on the host itself, and torchrun serves its ranks from a process of its own.
     """
     address = os.environ.get("MASTER_ADDR", "")
@@ -192,7 +192,7 @@ def _leave_layout() -> None:
 def _connect(device: torch.device) -> None:
     """Make NCCL's communicator of all ranks now, and not in the first exchange of weights.
 
-    A batch of sends and receives between some ranks alone hangs where it is the first thing that a group does.
+    A batch of sends and receives between only some ranks hangs where it is the first thing that a group does.
     """
     if device.type == "cuda":
         torch.distributed.all_reduce(torch.zeros(1, device=device))

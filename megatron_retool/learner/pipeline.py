@@ -60,7 +60,7 @@ def forward(
     max_tokens: int,
     collect: Callable[[MicroBatch, Tensor], Any],
 ) -> None:
-    """Forward alone; ``collect`` gets each micro-batch with the head's output, on the last pipeline stage."""
+    """Only forward; ``collect`` gets each micro-batch with the head's output, on the last pipeline stage."""
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         micro_batch = next(iterator)

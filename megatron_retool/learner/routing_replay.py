@@ -1,6 +1,6 @@
 """Routing replay: in a mixture of experts, tokens go through the experts that were chosen for them before.
 
-What is replayed is the choice alone. The gates are the router's own: its probabilities of the replayed experts, so that
+Only the choice is replayed. The gates are the router's own: its probabilities of the replayed experts, so that
 the gradient reaches the router. For tokens whose row is missing the router chooses as ever.
 
 Megatron's TopKRouter asks the object in its attribute ``router_replay`` in place of its top-k; ``LayerReplay`` stands

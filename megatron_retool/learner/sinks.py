@@ -1,7 +1,7 @@
 """Attention sinks (Xiao et al., arXiv:2309.17453, section 3; gpt-oss): one more score in each head's softmax.
 
 The sink s is a parameter of a head.  With l the logarithm of the sum of a query's exponentiated scores, softmax over
-scores and sink gives exp(l) / (exp(l) + exp(s)) of what softmax over the scores alone gives; the rest goes nowhere.  So
+scores and sink gives exp(l) / (exp(l) + exp(s)) of what softmax over only the scores gives; the rest goes nowhere.  So
 any attention that tells l can have sinks.  The gradient of flash attention needs the final output and the final
 logarithm alone (arXiv:2205.14135, section 3.1): here those with the sink.
 """

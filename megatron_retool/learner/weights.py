@@ -211,7 +211,7 @@ def gradient_value(parameter: Tensor) -> Tensor:
 
 
 def all_gather_gradient_shards(chunk: torch.nn.Module) -> None:
-    """Undo the distributed optimizer's reduce-scatter: each rank holds the reduced values of its own part alone."""
+    """Undo the distributed optimizer's reduce-scatter: each rank holds only the reduced values of its own part."""
     groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
     for group in groups:
         if not group.ddp_config.use_distributed_optimizer:

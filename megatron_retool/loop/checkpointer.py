@@ -60,12 +60,12 @@ class _Pending:
     """What is written of a step, without its name.
 
     Attributes:
-        contents: None: weights alone are written.
-        weights: there is to be a checkpoint of weights alone, as well or only.
+        contents: None: only weights are written.
+        weights: there is to be a checkpoint of only the weights, beside a complete one or by itself.
         required: the run cannot go on without it.
         sealed: nothing but the name is missing.
         seconds: that the run has waited for it.
-        bytes: of the complete checkpoint, and of the one of weights alone.
+        bytes: of the complete checkpoint, and of the one of only the weights.
     """
 
     step: int
@@ -82,11 +82,11 @@ class _Pending:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, goes on without one that cannot be written, and deletes old ones.
+    """Writes a run's checkpoints, continues without one that cannot be written, and deletes old ones.
 
     Args:
         models: the present models, by the name of their directory in a checkpoint.
-        resume: the checkpoint that the run goes on from.
+        resume: the checkpoint that the run continues from.
         saving: entered while the models copy or write their state.
 
     Attributes:
@@ -118,7 +118,7 @@ class Checkpointer:
 
     @property
     def weights_overdue(self) -> bool:
-        """The same of weights alone."""
+        """The same of only the weights."""
         return _WEIGHTS in self._missing
 
     async def save(self, step: int, contents: Contents, *, wait: bool) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Checkpointer:
 
         Args:
             contents: None: there is to be none but that of ``weights``.
-            weights: a checkpoint of weights alone; beside a complete one it shares that one's files.
+            weights: a checkpoint of only the weights; beside a complete one it shares that one's files.
 
         Returns:
             checkpoint/failed_saves, how many have failed in a row; size and seconds of what is complete but for its

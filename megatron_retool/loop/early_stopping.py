@@ -1,6 +1,6 @@
 """The end of a run whose validations get no better: ``trainer.early_stopping``.
 
-All that is remembered are the metric's values by step. They are in every checkpoint, so that a run that goes on judges
+All that is remembered are the metric's values by step. They are in every checkpoint, so that a resumed run judges
 by what it saw before; what they mean is worked out again each time, under the present patience and min_delta.
 """
 
@@ -92,7 +92,7 @@ class EarlyStopping:
         }
 
     def _check_name(self, metrics: Mapping[str, float]) -> None:
-        """What a reward function returns has its names, of means over samples, in validations alone."""
+        """Only validations have metrics named by what a reward function returns, as means over samples."""
         name = self._settings.metric
         if "@" not in name or name in metrics:
             return

@@ -56,7 +56,7 @@ class Collected:
     prompt_state: dict[str, Any]
     """Where the prompts stand after this step; a later step may already have drawn more of them."""
     paused: list[PausedGroup] = field(default_factory=list)
-    """What partial rollout left unfinished after this step, before a later one goes on with it."""
+    """What partial rollout left unfinished after this step, before a later one continues it."""
     buffered: list[Trajectory] = field(default_factory=list)
     """Complete groups that an asynchronous run holds at a checkpoint: those that wait, and those without a signal that
     no step has stored yet."""
@@ -178,10 +178,10 @@ async def collect_groups(
 
 
 def leave(run: Deployment, refill: Refill, leftover: Leftover, complete: dict[int, list[Trajectory]]) -> Leftover:
-    """What the next step goes on with; prompts of what it does not go on with are given back.
+    """What the next step continues; prompts of the rest are given back.
 
     Args:
-        leftover: what this step went on with; what it left over again is too old.
+        leftover: what this step continued; what it left over again is too old.
     """
     config = run.config
     keep_rate = refill.keep_rate_after()
@@ -233,7 +233,7 @@ async def generate_groups(
     """Complete groups by id, sampled and scored, until ``refill`` is certain of the batch. Scoring overlaps generation.
 
     A group without a signal is replaced at once, and one that cannot be in the batch any more is aborted. With
-    rollout.partial.enable what an earlier step left unfinished goes on first, and what this one leaves is paused: one
+    rollout.partial.enable what an earlier step left unfinished continues first, and what this one leaves is paused: one
     long response does not hold the step.
     """
     config = run.config

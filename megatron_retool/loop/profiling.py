@@ -49,7 +49,7 @@ class StepProfiler:
         self._run.console.print(f"profile of step {step}: {page}", markup=False, highlight=False, soft_wrap=True)
 
     async def _ask_engines(self, call: str, step: int) -> None:
-        """An engine that does not record is named, and the run goes on."""
+        """An engine that does not record is named, and the run continues."""
         urls, settings = self._run.engines.urls, self._settings
         directory = self._run.config.run_dir.absolute() / "profile" / "engines"
 

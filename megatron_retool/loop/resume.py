@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds beside the models, and how the run goes on from it."""
+"""What a run's checkpoint holds beside the models, and how the run continues from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_SHOWN = 100
 
 
 def announce_resume(config: Config, resume: Checkpoint, console: Console) -> bool:
-    """Say which settings are no longer those of the run's config.yaml, and what that means for a run that goes on.
+    """Say which settings are no longer those of the run's config.yaml, and what that means for a run that continues.
 
     Returns:
         Whether the run is at its end already.
@@ -76,7 +76,7 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
 
 
 def announce_start(config: Config, console: Console) -> None:
-    """Say what a run that does not resume makes of checkpoints of weights alone."""
+    """Say what a run that does not resume makes of checkpoints with only the weights."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

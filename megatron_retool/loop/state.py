@@ -34,7 +34,7 @@ class TrainerState:
         step: the step under way, or the last completed one.
         kl: coefficient of the KL in the reward, where it is adapted.
         accuracies: mean accuracies of each prompt's latest groups by the prompt's uid, oldest first; kept for
-            adaptive sampling alone.
+            only adaptive sampling.
         keep_rate: how many groups carried a signal, up to the step that was trained last.
         early_stopping: the validations so far, as far as they decide on the end of the run.
     """
@@ -71,7 +71,7 @@ class TrainerState:
         return is_multiple(self.step, self.config.trainer.save_freq)
 
     def save_weights_due(self) -> bool:
-        """Does a checkpoint of weights alone follow the present step?"""
+        """Does a checkpoint of only the weights follow the present step?"""
         return is_multiple(self.step, self.config.trainer.save_weights_freq)
 
     def group_sizes(self, prompts: Sequence[Prompt], step: int) -> dict[int, int]:

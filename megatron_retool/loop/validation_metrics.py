@@ -58,7 +58,7 @@ def check_named_metrics(config: Config) -> None:
     told before they are held.
 
     Data sources and their difficulties are those of data.val_files; before these are there any may come. What a reward
-    function returns beside score, acc and pred is known at the first validation alone, which is checked as well.
+    function returns beside score, acc and pred is known only at the first validation, which is checked as well.
 
     Raises:
         ConfigError: they will not; naming the nearest of those that they have.
@@ -75,7 +75,7 @@ def check_named_metrics(config: Config) -> None:
 
 
 def unknown_metric(key: str, name: str, known: Sequence[str]) -> str:
-    """What a user is told whose ``key`` names none of ``known``."""
+    """What a user reads whose ``key`` names none of ``known``."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     nearest = f"the nearest are {', '.join(near)}; " if near else ""
     shown = [each for each in known if f"/{ALL}/acc/" in each or each.count("/") == 2]

@@ -20,7 +20,7 @@ class Validation(Enum):
 def validation_after(trainer: TrainerConfig, step: int, *, last: bool) -> Validation | None:
     """The validation that follows ``step`` (from 1). The last step has a full one; where both are due, so has any.
 
-    It is a function of the step alone: a run that goes on from a checkpoint holds those that are left.
+    It depends only on the step: a run that continues from a checkpoint makes those that are left.
     """
     if trainer.test_schedule:
         full = is_due(parse_stages(trainer.test_schedule), step)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _RIGHT = 0.5
 """Least accuracy of a response that counts as right."""
 MAX_CLASSIFIED = 1024
-"""Programs of a step whose purpose is told: about half a millisecond each, and a step may have many thousands."""
+"""Programs of a step whose purpose is determined: about half a millisecond each, and a step may have many thousands."""
 
 
 def code_of(call: ToolCall) -> str | None:

@@ -5,7 +5,7 @@ The first of these that holds:
 * unparsed: it is no Python, or has no statement.
 * plot: it imports a plotting library, or calls plot, plot3d, plot_implicit, plot_parametric or savefig.
 * verification: it asserts; it calls isclose, allclose, assert_allclose, array_equal or checksol; it prints a truth
-  value or ends in one; or, outside loops, it has a condition and its else that both print fixed texts alone.
+  value or ends in one; or, outside loops, it has a condition and its else that both print only fixed texts.
 * search: it chooses within a loop (if, a conditional expression, break) or in a comprehension (if), calls filter, or
   enumerates with product, permutations, combinations or combinations_with_replacement of itertools.
 * calculation: everything else.

@@ -158,7 +158,7 @@ def agent_loop_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """timing_s/agent_loop/*: seconds that trajectories took, and the slowest one's share of each cause.
 
     The slowest is the one of the largest ``RolloutTiming.total``. Trajectories without a timing are left out. Under
-    verl's names, waiting, num_turns, ms_per_token, group_id and index apart, which it has not.
+    verl's names, except waiting, num_turns, ms_per_token, group_id and index, which verl lacks.
     """
     timed = [(t, t.timing) for t in trajectories if t.timing is not None]
     if not timed:

@@ -1,4 +1,4 @@
-"""What a profiled step is told as: the share of its phases and, of each rank, the operators that took longest."""
+"""How a profiled step is told: the share of its phases and, of each rank, the operators that took longest."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class EngineModel:
     @cached_property
     def seconds_per_context_token(self) -> float:
         """What each token of context adds to a decode step; of sparse attention, which reads so many latents of each
-        sequence and no more (``_chosen_bytes``), the indexers' keys alone."""
+        sequence and no more (``_chosen_bytes``), only the indexers' keys."""
         read = self.kv_bytes_per_token
         if self.architecture.indexer is not None:
             read = self._index_bytes * (self.tensor_parallel // self.attention_groups)

@@ -167,7 +167,7 @@ def _stage_chunks(
             if not architecture.tie_word_embeddings or not first:
                 chunk = chunk + output
             chunk = chunk + shards["predictors"]
-            if architecture.predictors and not first:  # which look up the tokens that they are told
+            if architecture.predictors and not first:  # which look up the tokens that they get
                 chunk = chunk + embedding
         chunks.append(chunk)
     return chunks
@@ -211,7 +211,7 @@ def rank_parameters(architecture: Architecture, layout: ParallelLayout, stage: i
 
 
 def adapters_of(learner: LearnerConfig) -> Adapters | None:
-    """What the functions of this module are told of learner.lora."""
+    """What the functions of this module know of learner.lora."""
     return (learner.lora.rank, tuple(learner.lora.targets)) if learner.lora.rank else None
 
 
@@ -275,7 +275,7 @@ def state_bytes(
     each element of a matrix: 4 bytes.  What training leaves as it is (indexers) has b bytes an element and nothing
     else.
 
-    With ``adapters`` the model has parameters alone, outside of these buffers, and n is that of the factors.
+    With ``adapters`` the model has only parameters, outside of these buffers, and n is that of the factors.
     """
     width = PARAMETER_BYTES[dtype]
     if per_element is None:
@@ -338,7 +338,7 @@ def checkpoint_bytes(
     Each parameter is stored once: b bytes of weight and, for AdamW, fp32 master copy and two moments (12 bytes; 12 in
     fp32 as well, where the master copy repeats the weight).  Vocabulary padding is stored, a tied output layer is not.
     For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated. What training
-    leaves as it is has its weight alone. With ``adapters`` their factors are all that is stored.
+    leaves as it is has only its weight. With ``adapters`` their factors are all that is stored.
     """
     width = PARAMETER_BYTES[dtype] + (12 if with_optimizer else 0)
     if adapters is not None:

@@ -9,7 +9,7 @@ What becomes of the groups that are unfinished when enough are complete:
 
     wait      as many were started as are needed: everybody waits for the last one
     drop      more were started; the rest is aborted, and long responses are the ones that get lost
-    pause     more were started; the rest is kept as token ids and goes on in the next step (partial rollout)
+    pause     more were started; the rest is kept as token ids and continues in the next step (partial rollout)
     stream    nothing stops: learner and engines have GPUs of their own (asynchronous)
 
 Where dynamic sampling discards groups (``Workload.kept_groups``), the training loop's own ``Refill`` says how many are

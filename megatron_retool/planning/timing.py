@@ -460,7 +460,7 @@ def predict_generation(
 
 @dataclass(frozen=True)
 class RunTime:
-    """A whole run: ``steps`` steps, the validations and checkpoints (whole, and of weights alone) between them."""
+    """A whole run: ``steps`` steps, the validations and checkpoints (whole, and of only the weights) between them."""
 
     steps: int
     step_seconds: float

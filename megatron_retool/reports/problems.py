@@ -52,7 +52,7 @@ class ProblemAccuracy:
 
 
 def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]], problems: list[str]) -> list[ProblemAccuracy]:
-    """Accuracy by problem and step, of each data source, from validation/ (full validations alone).
+    """Accuracy by problem and step, of each data source, from validation/ (only full validations).
 
     Args:
         rows: of metrics.jsonl; files of steps without a validation there are left over from before a resume.

@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 class ScoredPrompt(Protocol):
-    """What a reward function is told of a prompt."""
+    """What a reward function gets to know of a prompt."""
 
     @property
     def data_source(self) -> str:
@@ -225,7 +225,7 @@ class RewardManager:
         return worker
 
     def _fill(self, rows: Sequence[Trajectory], trajectory: Trajectory, info: dict[str, Any]) -> None:
-        """The same for all ``rows`` of a rollout, of which ``trajectory`` is the whole."""
+        """The same for all ``rows`` of a rollout; ``trajectory`` is the whole of it."""
         info = dict(info)
         penalty = 0.0
         if self._penalty is not None:

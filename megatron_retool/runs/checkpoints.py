@@ -120,7 +120,7 @@ def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
 def find_resume_point(config: Config) -> Checkpoint | None:
     """The checkpoint to continue from under ``trainer.resume_mode``; None means from the start.
 
-    Its own files are held against their checksums, and the models' against their sizes: the rest of these is the
+    Its own files are compared with their checksums, and the models' with their sizes: the rest of these is the
     learner's to check, with all its ranks, when it loads them.
 
     Raises:
@@ -157,7 +157,7 @@ def _chosen(config: Config) -> Checkpoint | None:
 
 
 def how_to_go_on(config: Config) -> str:
-    """What a user is told whose run was stopped."""
+    """What a user reads whose run was stopped."""
     complete = complete_checkpoints(config.run_dir)
     if not complete:
         weights = weights_checkpoints(config.run_dir)
@@ -277,7 +277,7 @@ def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
 def seal_checkpoint(workspace: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the JSON ``files`` and then COMPLETE into the workspace: only its name is missing.
 
-    The models' directories have markers of their own: of these alone COMPLETE holds the checksums.
+    The models' directories have markers of their own: COMPLETE holds the checksums only of these.
     """
     for name, content in files.items():
         write_text(workspace / name, json.dumps(content, indent=1))

@@ -69,7 +69,7 @@ class LeaveRequest:
 def passed_on(leave: LeaveRequest, processes: Callable[[], Iterable[int]]) -> Iterator[None]:
     """For the length of the block, hand the request on to ``processes`` (ids), once to each that handles SIGUSR1.
 
-    One that has just been started does not yet and would be ended by it, so it is told as soon as it does.
+    A new process that has no handler yet would be killed: it gets the signal once it has one.
     """
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints of weights alone: checkpoints/weights_step_N, beside the complete ones, global_step_N.
+"""A run's checkpoints of only the weights: checkpoints/weights_step_N, beside the complete ones, global_step_N.
 
 One is a Megatron-Core checkpoint as ``conversion/hf_to_mcore.py`` makes it, of the policy:
 ``conversion/mcore_to_hf.py`` exports it, ``megatron-retool evaluate`` takes it as model.path, and as model.mcore_path

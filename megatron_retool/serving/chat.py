@@ -38,7 +38,7 @@ HELP = "/reset starts over, /quit ends; Ctrl-C stops an answer, and ends at the 
 
 
 class PiecewiseSampler:
-    """Samples a turn in pieces, each of which goes on from the ids of those before, so that somebody can read along.
+    """Samples a turn in pieces, each of which continues the ids of those before, so that somebody can read along.
 
     Seeds and log-probs are those of a turn that is sampled at once. A turn that may end at a text is: the text could
     lie across two pieces.
@@ -158,7 +158,7 @@ class Chat:
                 await self._stoppable(question)
 
     async def _stoppable(self, question: str) -> None:
-        """Answer; Ctrl-C ends the answer alone, whose question is then forgotten."""
+        """Answer; Ctrl-C ends only the answer, and its question is then forgotten."""
         task = asyncio.ensure_future(self.ask(question))
         with _sigint(task):
             await asyncio.wait({task})

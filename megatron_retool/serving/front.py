@@ -33,7 +33,7 @@ _NO_LIMIT = 10**9
 
 
 def serving_limits(context_length: int) -> SessionLimits:
-    """Of a session that serves everybody: contexts alone are limited."""
+    """Of a session that serves everybody: only contexts are limited."""
     return SessionLimits(
         context_length=context_length,
         max_calls=_NO_LIMIT,
@@ -110,7 +110,7 @@ class OpenDoor:
             return list(await asyncio.gather(*finals))
 
     async def complete(self, session: OpenSession, call: TextCall) -> list[TextAnswer]:
-        """How the model goes on with the prompts of ``call``, as they are."""
+        """How the model continues the prompts of ``call``, as they are."""
         async with self._served(session) as session:
             return await session.complete(call)
 

@@ -1,7 +1,7 @@
 """A question to its final answer: the model's tool calls are run here, turn by turn.
 
-The calls and results between a question and its answer stay with the server: a client sees the answer alone, and sends
-that back. ``HiddenTurns`` puts them into the history again, so that the model goes on from what it really did.
+The calls and results between a question and its answer stay with the server: a client sees only the answer, and sends
+that back. ``HiddenTurns`` puts them into the history again, so that the model continues from what it really did.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_rollout.gateway.conversation import ConversationAnswer, Message, Spo
 from tools.tool import ToolSession
 
 MOST_HIDDEN = 4096
-"""Answers whose turns are kept; of older ones a client's history has the text alone."""
+"""Answers whose turns are kept; of older ones a client's history has only the text."""
 
 Ask = Callable[[list[Message]], Awaitable[ConversationAnswer]]
 Tools = Sequence[Mapping[str, Any]] | None

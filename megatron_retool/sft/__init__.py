@@ -8,6 +8,6 @@ Every rank runs the loop (``run.Run``) with the same batches, and the learner ta
 learner.world_size > 1 the command starts the ranks itself, unless torchrun or srun already did.
 
 A run leaves metrics.jsonl, tensorboard/ and checkpoints/global_step_N, and a file COMPLETE once all stages are done.
-Steps are counted through all stages. Batches depend on the seed and the step alone, so a resumed run repeats none and
+Steps are counted through all stages. Batches depend only on the seed and the step, so a resumed run repeats none and
 skips none. SIGUSR1, to the command or to any rank, ends all ranks after the same step with a checkpoint of it.
 """

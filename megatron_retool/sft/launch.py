@@ -27,7 +27,7 @@ from megatron_retool.runs.leave import LeaveRequest, passed_on
 from megatron_retool.sft.run import Run
 
 _MODULE = "megatron_retool.sft"
-"""What torchrun's agent starts as a rank, and by which ranks are told from other children."""
+"""What torchrun's agent starts as a rank, and what tells ranks from other children."""
 
 
 def fine_tune(config: Config, console: Console | None = None, leave: LeaveRequest | None = None) -> bool:
@@ -85,7 +85,7 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent reports a failed rank at length; its message alone is passed on below.
+    # The agent reports a failed rank at length; only its message is passed on below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     settings = LaunchConfig(
         min_nodes=1,

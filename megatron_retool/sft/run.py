@@ -244,7 +244,7 @@ class Run:
         return {f"sft/val_{name}": total / count for name, total in totals.items()}
 
     def _save(self, step: int, stage_index: int) -> None:
-        """A checkpoint that is complete when any rank goes on.
+        """A checkpoint that is complete when any rank continues.
 
         Raises:
             SaveError: it could not be written; fine-tuning ends here.

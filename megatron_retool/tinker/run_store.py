@@ -63,7 +63,7 @@ class Checkpoint:
     Attributes:
         base_model, lora: of its run.
         with_optimizer: it holds the optimizer's state.
-        unnamed: it was made for a sampling session alone: it is in no list, and the oldest of them are deleted.
+        unnamed: it was made only for a sampling session: it is in no list, and the oldest of them are deleted.
         inflight: it is what sampling sessions sample from that follow their run, until the next such one.
         expires_at: as ``time``; None: never.
     """

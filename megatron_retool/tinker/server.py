@@ -44,7 +44,7 @@ SMALL_BODY_BYTES = 16 << 10
 POLL_SECONDS = 20.0
 """How long a client's question for a result waits; clients give up after 45 s."""
 METADATA_BYTES = 100_000
-"""From here on a client that asks for it is told the size of a result first."""
+"""From this size on, a client that asks for it gets to know the size of a result first."""
 SHUTDOWN_SECONDS = 2.0
 PROTOBUF = "application/x-protobuf"
 _KEYS = ("tml-", "eyJ")

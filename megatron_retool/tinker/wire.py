@@ -136,7 +136,7 @@ def _numbers(data: bytes, dtype: int, where: str) -> Array:
 
 
 def _widened(values: Array, dtype: int) -> Array:
-    """Float32 or int64, of which alone the protocol's clients know."""
+    """Float32 or int64: the protocol's clients know no other."""
     if dtype == BFLOAT16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32 if dtype == FLOAT32 else np.int64)

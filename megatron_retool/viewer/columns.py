@@ -1,6 +1,6 @@
 """The numbers of a response's tokens, and the colours that show them.
 
-Colours are told apart by people who confuse red and green: a signed number goes from blue over nothing to orange, one
+People who confuse red and green can tell the colours apart: a signed number goes from blue over nothing to orange, one
 without a sign from nothing to violet, and categories take turns in Okabe and Ito's palette
 (https://jfly.uni-koeln.de/color/).
 """
@@ -143,7 +143,7 @@ def largest_shown(kind: ColumnKind, values: FloatArray) -> float:
     finite = np.abs(values[np.isfinite(values)])
     if kind.scale not in ("amount", "signed") or not len(finite):
         return 1.0
-    # Most differences are 0 to a few digits: of those alone the percentile would be, and everything would glow.
+    # Most differences are 0 to a few digits: the percentile would be one of those, and everything would glow.
     return float(np.percentile(finite, _LARGEST_PERCENTILE)) or float(finite.max()) or 1.0
 
 

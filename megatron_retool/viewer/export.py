@@ -29,7 +29,7 @@ from megatron_retool.viewer.timeline import step_time_page, time_page
 from megatron_retool.viewer.tokenizers import Tokenizers
 
 MOST_TOKENS = 200_000
-"""Response tokens in a file, about 150 bytes each; responses past them are in the lists of their steps alone."""
+"""Response tokens in a file, about 150 bytes each; responses past them are only in the lists of their steps."""
 
 
 @dataclass(frozen=True)

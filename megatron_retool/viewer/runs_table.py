@@ -23,13 +23,13 @@ from megatron_retool.viewer.run_status import read_json, run_status
 _TIMES = (Phase.STEP, Phase.VALIDATION, Phase.QUICK_VALIDATION, Phase.SAVE_CHECKPOINT)
 _RISES = re.compile(r"val-core/all/acc/(mean@\d+|best@\d+/mean|maj@\d+/mean)|val-quick/all/acc/mean@\d+|"
                     r"rollout/(acc|score)/mean|tool/(use|success)_rate")  # fmt: skip
-"""Metrics of which a largest value is the best one."""
+"""Metrics whose largest value is the best one."""
 
 
 def runs_page(root: Path, now: float | None = None) -> dict[str, Any]:
     """``/api/runs``: a row for each run below ``root``, the newest first, and the settings in which they differ.
 
-    A run whose files cannot be read has a row too, which says why in ``problems``; rows have differing settings alone.
+    A run whose files cannot be read has a row too, which says why in ``problems``; rows have only differing settings.
     """
     rows = sorted((_row(root / name, name, now) for name in runs_below(root)), key=lambda row: -(row["started"] or 0))
     different = differing([row["settings"] for row in rows if row["settings"]])

@@ -1,6 +1,6 @@
 """The web page's server: JSON below /api/ from the run's files, and the page itself, all from this machine.
 
-It answers GET alone, reads nothing outside the folder that it was given, and each answer forbids the page to load or
+It answers only GET, reads nothing outside the folder that it was given, and each answer forbids the page to load or
 run anything from elsewhere: what a model wrote is text on it and nothing else.
 """
 

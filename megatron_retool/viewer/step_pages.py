@@ -1,7 +1,7 @@
 """A step and its responses as the page shows them: plain dictionaries for JSON, read column by column.
 
 A step's list reads the columns with one value a response and three with one a token, a column at a time; a response
-reads its row group alone. No routed experts, no text of other responses, no other step.
+reads only its row group. No routed experts, no text of other responses, no other step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """rollout.agent: what drives the trajectories of a run.
 
 An ``Agent`` samples by itself, token for token. A task agent (docs/agents.md) is a function of a task and a client's
-settings, or a program, that knows a model's API alone: sglang_rollout/task_agents/ runs it behind the gateway.
+settings, or a program, that knows only a model's API: sglang_rollout/task_agents/ runs it behind the gateway.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Token in, token out. The ids that the engine sampled go into the trajectory as t
 once (``turn_glue``), and the next request is the concatenation: nothing is ever decoded and encoded again.
 
 ``TrajectoryState`` is all there is to know about an unfinished trajectory. It holds token ids only, so a trajectory
-that was paused, or whose engine died, goes on at any engine; the weight version of every token stays with it.
+that was paused, or whose engine died, continues at any engine; the weight version of every token stays with it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TrajectoryState:
         self.weight_versions += [-1] * count
 
     def copy(self) -> TrajectoryState:
-        """The same trajectory, which does not change when this one goes on."""
+        """The same trajectory, which does not change when this one continues."""
         self.routed_tokens()
         return replace(
             self,
@@ -404,7 +404,7 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
     """The trajectory's tools, open until the block is left, in whatever way.
 
     Where the trajectory is finished by then, what the tools returned at their close is in reward_info["tools"]. One
-    that is paused opens them again when it goes on, and a fork opens its own. Opening counts as time of the trajectory;
+    that is paused opens them again when it resumes, and a fork opens its own. Opening counts as time of the trajectory;
     where it takes all that is left, the trajectory is aborted.
     """
     began = time.monotonic()
@@ -480,7 +480,7 @@ async def run_call(tools: ToolSession, call: ParsedCall) -> tuple[ToolCall, str]
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
             raise  # of this task, and not of one that the tool waited for
-        # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
+        # One broken tool must not end a step of hundreds of trajectories; it is counted and the model reads of it.
         logger.exception("tool %s raised", call.name)
         status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began
     return ToolCall(call.name, arguments, status, seconds, started=started), text

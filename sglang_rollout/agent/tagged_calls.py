@@ -209,7 +209,7 @@ class TaggedTurn:
     def _broken(
         self, inside: int, failed: int, reason: str, name: str = "", in_value: bool = False
     ) -> tuple[list[ParsedCall], int]:
-        """An error in place of the block whose content begins at ``inside``, and where reading goes on."""
+        """An error in place of the block whose content begins at ``inside``, and where reading continues."""
         closing, opening = _next(self._closings, failed), _next(self._openings, failed)
         start, whole = inside - len(self._grammar.opening), len(self._text)
         if in_value and self._next_boundary(failed) is None:

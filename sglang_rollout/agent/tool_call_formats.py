@@ -446,7 +446,7 @@ class ArpoFormat:
 
 
 def parsed_calls(call_format: ToolCallFormat, text: str, offered: Callable[[], Collection[str]]) -> list[ParsedCall]:
-    """The calls of a turn. What a format raises is told to the model, as of any call that it wrote badly.
+    """The calls of a turn. The model reads what a format raises, as of any call that it wrote badly.
 
     Args:
         offered: gives the names of the tools, which decide whether what may be an answer is a call.
@@ -454,7 +454,7 @@ def parsed_calls(call_format: ToolCallFormat, text: str, offered: Callable[[], C
     try:
         return [call for call in call_format.parse(text) if call.certain or call.name in offered()]
     except Exception as error:
-        # It was tried on a few texts alone.
+        # It was tried only on a few texts.
         logger.exception("rollout.multi_turn.format: parse raised on %.200r", text)
         message = f"Error: invalid tool call: reading it failed: {type(error).__name__}"
         return [ParsedCall("", {}, text, error=message)]

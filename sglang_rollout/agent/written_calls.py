@@ -31,7 +31,7 @@ class ParsedCall:
 
 
 def malformed(body: str, reason: str, name: str = "", start: int | None = None) -> ParsedCall:
-    """A call that cannot be understood, with what the model is told of it."""
+    """A call that cannot be understood, with what the model reads about it."""
     # Short on purpose: it is part of the response and of its length limit.
     return ParsedCall(name, {}, body, error=f"Error: invalid tool call: {reason}", start=start)
 

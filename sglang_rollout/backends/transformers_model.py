@@ -281,7 +281,7 @@ class BatchedModel:
         return list(zip(order.gather(-1, places)[:, 0].tolist(), chosen, top, strict=True))
 
     def _noise(self, sequence: SampledSequence, size: int) -> torch.Tensor:
-        """float32 [size] in (0, 1): of the request's seed and the position alone, where it has a seed."""
+        """float32 [size] in (0, 1): of only the request's seed and the position, where it has a seed."""
         generator = self._random
         if sequence.request.seed is not None:
             digest = hashlib.blake2b(f"{sequence.request.seed}/{len(sequence.ids)}".encode(), digest_size=8).digest()

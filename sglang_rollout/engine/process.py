@@ -51,8 +51,8 @@ PLUGINS = _HERE / "sglang_plugins"
 EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 RESERVED_TOKENS = 7
-"""Of its context length, which SGLang leaves free of a request's input (managers/tp_worker.py); of two it leaves the
-answer free too. So that rollout.engine.context_length can be filled it is told of so many more."""
+"""Tokens of its context length that SGLang leaves free of a request's input (managers/tp_worker.py), two of them of the
+answer too. It gets so many more, so that rollout.engine.context_length can be filled."""
 CPU_CACHE_TOKENS = 32768
 """KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
 LOG_TAIL_LINES = 8
@@ -380,7 +380,7 @@ class SGLangServer:
         }
 
     def _write_key_file(self) -> None:
-        """What gives the server its key: a file that this user alone can read, for all users see a command line.
+        """What gives the server its key: a file that only this user can read, for all users see a command line.
 
         With --api-key and without --admin-api-key SGLang demands the key of every request but /health…, /ready… and
         /metrics…, and refuses those that need an administrator's key.
@@ -423,7 +423,7 @@ class SGLangServer:
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
             environment |= cpu_environment(self.config.threads)
             if self.config.tensor_parallel_size > 1:
-                # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
+                # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
             # Without it engines start too, only more slowly: SGLang then imports every model it has to find the class.
             if model_class := engine_class(self._architecture(), self.families):
@@ -452,7 +452,7 @@ class SGLangServer:
             raise EngineStartError(f"{self.model_path / 'config.json'} is not valid JSON: {error}") from error
 
     def _fills_the_model(self) -> bool:
-        """Whether the context is not longer than the model's, and what SGLang is told of is."""
+        """Whether context_length fits the model but context_length + RESERVED_TOKENS does not."""
         wanted = self.config.context_length
         if wanted is None:
             return False

@@ -2,8 +2,8 @@
 
     python process_guard.py PARENT_PID GRACE_SECONDS command …
 
-The guard is a small process of its own between the trainer and the engine (standard library alone). It ends the
-whole tree of the command when it is told to (SIGTERM, SIGINT), when the command's first process ends, when a process of
+The guard is a small process of its own between the trainer and the engine (only the standard library). It ends the
+whole tree of the command when asked to (SIGTERM, SIGINT), when the command's first process ends, when a process of
 it stays stopped (SIGSTOP: it would keep its requests waiting for ever), and when PARENT_PID is no longer its parent,
 which covers SIGKILL of the trainer. PR_SET_PDEATHSIG in the trainer itself would
 not do: it fires when the *thread* that started the child ends, and would then kill a healthy engine.
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # started without site-packages: the project is found beside this file alone
+if __name__ == "__main__":  # started without site-packages: the project is found only beside this file
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron_retool.process_tree import descendants, process_fields

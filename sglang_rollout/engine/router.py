@@ -151,7 +151,7 @@ class Router:
     def _has_room(self, engine: RoutedEngine, tokens: int) -> bool:
         if engine.trajectories >= self.max_trajectories:
             return False
-        # A trajectory larger than the budget may still run alone.
+        # A trajectory larger than the budget may still run by itself.
         return self.max_tokens is None or not engine.trajectories or engine.tokens + tokens <= self.max_tokens
 
     def _take(self, engine: RoutedEngine, group_id: int, tokens: int) -> Lease:

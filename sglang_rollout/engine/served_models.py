@@ -214,7 +214,7 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
 
 
 def unserved_on_cpu(architecture: Architecture, served: Sequence[str]) -> str:
-    """Why SGLang computes a model on GPUs alone, or rightly there alone; empty: on a CPU too.
+    """Why SGLang computes a model only on GPUs, or rightly only there; empty: on a CPU too.
 
     Args:
         served: config.json's ``architectures``.

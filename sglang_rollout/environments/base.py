@@ -100,7 +100,7 @@ class Environment(ABC):
         return None
 
     def close(self) -> Any:
-        """The trajectory has ended, or goes on later from the beginning (``replays``). Called once after ``reset``,
+        """The trajectory has ended, or starts again later (``replays``). Called once after ``reset``,
         also where that failed."""
         return None
 

@@ -1,4 +1,4 @@
-"""One episode of an environment: its calls with their time limits, and what it returned held against the protocol."""
+"""One episode of an environment: its calls with their time limits, and a check of what it returned."""
 
 from __future__ import annotations
 

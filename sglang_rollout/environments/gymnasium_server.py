@@ -25,7 +25,7 @@ class GymnasiumServerEnvironment(ServedEnvironment):
 
     Args:
         action: JSON schema of an action: {type: integer, minimum: 0, maximum: 3}.
-        description: what the policy is told of the tool.
+        description: what the policy reads about the tool.
     """
 
     def __init__(

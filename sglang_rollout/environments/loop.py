@@ -42,7 +42,7 @@ from tools.tool import ToolResult
 
 @dataclass(frozen=True)
 class _Turn:
-    """A whole turn: what the environment gets, and what the policy is told of calls that it does not get."""
+    """A whole turn: what the environment gets, and what the policy reads about calls that it does not get."""
 
     action: Action
     written: Sequence[ParsedCall]

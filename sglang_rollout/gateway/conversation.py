@@ -46,7 +46,7 @@ class ConversationCall:
         thinking: whether the model is to think before it answers; None: as the chat template has it.
         parallel_calls: an answer may have several tool calls; otherwise it has its first one.
         constraint: what an answer must be; None: anything.
-        steered: penalties, top_k and min_p that it asks for, of which a served model alone takes some.
+        steered: penalties, top_k and min_p that it asks for; only a served model takes some of them.
     """
 
     messages: list[Message]
@@ -104,7 +104,7 @@ class TextToken:
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """How a text goes on.
+    """How a text continues.
 
     Attributes:
         text: with the prompt where the call says echo.
@@ -219,7 +219,7 @@ def message_key(message: Mapping[str, Any], asked: Sequence[str] = ()) -> bytes:
 
 
 def history_digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[bytes]:
-    """[len(messages) + 1] digests: of the tools alone, then of each beginning of the history."""
+    """[len(messages) + 1] digests: of only the tools, then of each beginning of the history."""
     shown = json.dumps(list(tools or ()), ensure_ascii=False)
     digests = [hashlib.blake2b(without_surrogates(shown).encode(), digest_size=16).digest()]
     asked: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a client is told when a call fails: status, type and code as the APIs define them."""
+"""What a client gets to know when a call fails: status, type and code as the APIs define them."""
 
 from __future__ import annotations
 

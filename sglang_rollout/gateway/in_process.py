@@ -110,7 +110,7 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
 
 
 class GatewayClient(httpx.AsyncClient):
-    """An asynchronous client of the gateway alone, which waits for an answer as long as it takes.
+    """An asynchronous client of only the gateway, which waits for an answer as long as it takes.
 
     There are no cookies, redirects and log-ins on this way, which httpx looks for longer than all else that it does.
     """

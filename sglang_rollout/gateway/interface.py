@@ -29,7 +29,7 @@ IntArray = npt.NDArray[np.int32]
 class Segment:
     """A context and what was sampled in it: one row of a rollout. The columns are Trajectory's.
 
-    A conversation that only grows is one segment. Where an agent goes on from another history (an edit, a summary, a
+    A conversation that only grows is one segment. Where an agent continues another history (an edit, a summary, a
     branch, a retry) another one begins, whose prompt is the whole context that was sent then; turns of an earlier
     segment in it belong to its prompt. So every sampled token is in the response of exactly one segment.
 

@@ -287,7 +287,7 @@ class ContextRenderer:
 
 
 def thinking_switches(template: Any) -> list[str]:
-    """The arguments by which a chat template is told whether the model thinks."""
+    """The arguments that tell a chat template whether the model thinks."""
     statements = " ".join(re.findall(r"{[{%].*?[%}]}", template, re.DOTALL)) if isinstance(template, str) else ""
     code = re.sub(r"'[^']*'|\"[^\"]*\"", "", statements)
     return [name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![.\w]){name}\b", code)]

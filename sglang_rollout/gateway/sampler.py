@@ -34,7 +34,7 @@ from sglang_rollout.session import (
 class PoolSampler:
     """Samples turns on whichever engine has a place. All methods belong to one event loop.
 
-    A request that ``pause`` or the engine itself interrupts goes on from what it has, and the call that waits for it
+    A request that ``pause`` or the engine itself interrupts continues from what it has, and the call that waits for it
     notices nothing.
 
     Args:

@@ -10,7 +10,7 @@ what follows is tokenised. Where several turns fit (the same text sampled twice)
 then the newest is taken. Where none fits, the history is new: it is rendered as a whole, and known turns in it (the
 same answer in another history) are put in as their sampled ids.
 
-**Segments.** The first turn sampled after another goes on with its segment; every other child, and every turn without a
+**Segments.** The first turn sampled after another continues its segment; every other child, and every turn without a
 parent, begins a segment, whose prompt is the turn's context.
 
 **Invariants.**
@@ -57,7 +57,7 @@ class Turn:
     Attributes:
         number: 0, 1, … in the order of the answers.
         glue_ids: sent after the parent's ids, or all that was sent where there is none.
-        continued_by: the turn that goes on with its segment.
+        continued_by: the turn that continues its segment.
         calls: the tool calls of its answer.
     """
 

@@ -283,7 +283,7 @@ class OpenSession:
         return Context(parent, ids, digest, ()).state().length
 
     async def _rendered(self, call: ConversationCall, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
-        """The turn that a history goes on from, the ids that follow it, and the history's digest."""
+        """The turn that a history continues, the ids that follow it, and the history's digest."""
         messages = call.messages
         size = await self.check_size(messages, tools)
         most = self.settings.limits.context_length
@@ -370,7 +370,7 @@ class OpenSession:
             return sampling
         asked = {**call.sampling, **{name: call.steered[name] for name in _OF_SAMPLING if name in call.steered}}
         if "top_p" in asked:
-            # A share of 0 is the API's word for the most probable token alone.
+            # A share of 0 is the API's word for only the most probable token.
             asked["top_p"] = max(asked["top_p"], 1e-6)
         return replace(sampling, **asked)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@
 
 Whatever the agent does, its rollout ends: with a typed outcome in ``reward_info["agent"]`` and the rows of what was
 sampled until then. A rollout that is stopped from outside (a pause, the end of a stream) leaves its state as it was,
-and starts again where somebody goes on with it.
+and starts again where it is continued.
 """
 
 from __future__ import annotations

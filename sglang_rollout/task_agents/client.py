@@ -1,4 +1,4 @@
-"""What a task agent is told: its task, and where the model is."""
+"""What a task agent gets to know: its task, and where the model is."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class ClientSettings:
     model: str = MODEL
 
     def openai(self) -> AsyncOpenAI:
-        """``openai``'s client of this rollout, for any event loop. It needs no socket, leads to the gateway alone, and
+        """``openai``'s client of this rollout, for any event loop. It needs no socket, leads only to the gateway, and
         waits for an answer as long as the rollout may last."""
         from sglang_rollout.task_agents.openai_client import client_of_session
 
         return client_of_session(self.transport, self.api_key)
 
     def http_client(self) -> httpx.AsyncClient:
-        """For ``AsyncOpenAI`` and others that take one of httpx's. It leads to the gateway alone, and waits for an
+        """For ``AsyncOpenAI`` and others that take one of httpx's. It leads only to the gateway, and waits for an
         answer as long as the rollout may last."""
         return GatewayClient(self.transport)
 

@@ -27,7 +27,7 @@ async def run_function(
 ) -> AgentEnd:
     """Call ``function`` and wait for it.
 
-    Neither kind can be stopped against its will: after a time-out a plain one goes on in its thread, and one that
+    Neither kind can be stopped against its will: after a time-out a plain one keeps running in its thread, and one that
     catches its cancellation in the loop, until the next call of the model, which is refused.
 
     Args:

@@ -15,7 +15,7 @@ NOT_FOUND = 127
 
 
 def main(arguments: list[str]) -> int:
-    """Arguments: the parent's process id, the program, its arguments. Returns where it cannot be started alone."""
+    """Arguments: the parent's process id, the program, its arguments. Returns only where it cannot be started."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     fork_guarded(int(arguments[0]))
     try:

@@ -1,7 +1,7 @@
 """``openai``'s client for the rollouts of one gateway, made once.
 
 Making a client, with one of httpx's in it, and finding out what it tells servers of the machine takes as much time as
-a call of the gateway. Here rollouts differ by their key alone: it finds the session where an address names none.
+a call of the gateway. Here rollouts differ only by their key: it finds the session where an address names none.
 """
 
 from __future__ import annotations

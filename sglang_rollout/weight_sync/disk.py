@@ -19,7 +19,7 @@ class WeightDirectory:
     """A directory that holds weights as a checkpoint, version_N, which appears complete or not at all.
 
     Args:
-        directory: holds the newest version alone.
+        directory: holds only the newest version.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -75,8 +75,8 @@ class Rounding:
     Attributes:
         model: whose weights are sent.
         grid: "fp8" (``round_to_blocks``), or "int8", "int4", "int3" (``round_to_integers``).
-        group_size: inputs that share a scale; with integers alone.
-        scales: weight_sync.fp8_scales; with "fp8" alone.
+        group_size: inputs that share a scale; only with integers.
+        scales: weight_sync.fp8_scales; only with "fp8".
     """
 
     model: ModelConfig

@@ -1,7 +1,7 @@
 """Memory and process limits for whole process trees: control groups, version 1 and 2.
 
 Rlimits bind single processes; only a cgroup bounds a snippet together with everything it forks.  Where no hierarchy
-is writable (most containers), ``find`` returns None and the rlimits alone remain.
+is writable (most containers), ``find`` returns None and only the rlimits remain.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def find(process_id: int) -> CgroupParent | None:
         mounts = _hierarchies()
     except OSError:
         return None
-    # Servers in other pid namespaces may share the hierarchy: a process id alone names none of them.
+    # Servers in other pid namespaces may share the hierarchy: a process id by itself names none of them.
     name = f"{_PREFIX}{process_id}-{secrets.token_hex(4)}"
     if "memory" in mounts and "pids" in mounts:
         parents = [mounts[c] / memberships.get(c, "/").lstrip("/") for c in ("memory", "pids")]

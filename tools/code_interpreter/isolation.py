@@ -23,7 +23,7 @@ from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
 SEARCH_PATH = f"{os.defpath}:/usr/local/bin"
 _SCRATCH_PREFIX = "retool-sandbox-"
 _ABANDONED_SECONDS = 10.0
-"""How long a start may take to remove one of these; the next start goes on with it."""
+"""How long a start may take to remove one of these; the next start continues."""
 _UIDS_PER_SERVER = 1 << 14
 _FIRST_UID = 0x70000000
 """systemd documents 0x70000000 to 0x7fffffff as unused."""

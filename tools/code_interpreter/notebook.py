@@ -1,7 +1,7 @@
 """Runs a notebook's cells one after the other in IPython's own shell, in the process that was made for them.
 
 No kernel and no sockets: the cells' output goes where the process's output goes, and what they display, their errors
-and where each one begins and ends are told as records, one JSON object a line:
+and where each one begins and ends are written as records, one JSON object a line:
 
     {"start": cell, "at", "stdout", "stderr"}           seconds since the first cell, bytes of output so far
     {"display": {media type: data}}                     binary data as base64

@@ -492,7 +492,7 @@ class WorkerPool:
         """The task that replaces the zygote: the one under way, or a new one."""
         if self._restart is None:
             self._restart = asyncio.ensure_future(self._start_again())
-            # Its failure is told to a caller that awaits it; there may be none.
+            # A caller that awaits it gets its failure; there may be none.
             self._restart.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._restart
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STARTS = 3
 _END_SECONDS = 40.0
-"""How long a server that is told to stop may take to end its workers."""
+"""How long a server that was asked to stop may take to end its workers."""
 CHECK_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 """Until the next try, where a server could not be started again."""
@@ -38,7 +38,7 @@ class SandboxServerKilled(SandboxServerError):
 
 
 class SandboxServerProcess:
-    """A server that ends when it is told to, when this process ends, or when this process is killed."""
+    """A server that ends when it is asked to, when this process ends, or when this process is killed."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SandboxServerProcess:
                     env=self._environment,
                     cwd=Path(__file__).resolve().parents[2],
                     pass_fds=(writer,),
-                    start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server in order
+                    start_new_session=True,  # Ctrl-C reaches only the trainer, which then stops the server in order
                 )
         finally:
             os.close(writer)

@@ -35,7 +35,7 @@ class Outcome(enum.StrEnum):
     TIME_LIMIT_EXCEEDED = "time_limit_exceeded"
     MEMORY_LIMIT_EXCEEDED = "memory_limit_exceeded"
     OUTPUT_LIMIT_EXCEEDED = "output_limit_exceeded"
-    """A stream hit the size at which writing is refused. Shorter streams are truncated in the answer alone."""
+    """A stream hit the size at which writing is refused. Shorter streams are truncated only in the answer."""
     SANDBOX_ERROR = "sandbox_error"
     """The sandbox failed; nothing is known about the code."""
     BUSY = "busy"
@@ -65,7 +65,7 @@ class ExecutionRequest:
     fetch_files: tuple[str, ...] = ()
     """Returned after the code ran, where they exist and are regular files."""
     print_last_expression: bool | None = None
-    """Whether the value of a final expression statement is printed; None: the server's default. For Python alone."""
+    """Whether the value of a final expression statement is printed; None: the server's default. Only for Python."""
     cells: tuple[str, ...] = ()
     """In place of ``code``, of a notebook (``language`` CELLS)."""
     cell_timeout: float = 0.0

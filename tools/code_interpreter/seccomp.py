@@ -108,7 +108,7 @@ def build_filter(socket_families: Sequence[int], only_signal: int | None = None)
 
     Args:
         socket_families: what ``socket`` may open; any other family gets EACCES.
-        only_signal: where given, ``kill`` reaches this process and its group alone. For hosts on which the sandboxed
+        only_signal: where given, ``kill`` reaches only this process and its group. For hosts on which the sandboxed
             code has the uid of its server.
     """
     column, architecture = _ARCHITECTURES[platform.machine()]

@@ -1,4 +1,4 @@
-"""What a sandbox server is told when it starts."""
+"""What a sandbox server gets when it starts."""
 
 from __future__ import annotations
 

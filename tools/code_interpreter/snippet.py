@@ -4,7 +4,7 @@ Standard library only, as notebook.py and console.py: bubblewrap executes these 
 
 The request comes in a file descriptor as a 4-byte big-endian header length, the header (JSON: language, code,
 print_last_expression, cells, cell_timeout, record_bytes, files as [path, size] pairs, fetch_files, limits), and the
-input files' bytes one after the other.  What happened beyond the exit status is told as single letters on the status
+input files' bytes one after the other.  What happened beyond the exit status stands as single letters on the status
 descriptor: see the constants.
 """
 

@@ -31,7 +31,7 @@ class Streams:
         """Make them, with the request and its input written.
 
         Args:
-            header: what the snippet is told (see snippet.py).
+            header: what the snippet reads first (see snippet.py).
             files: contents follow the header, in this order.
             records: whether to make a stream of records.
 

@@ -34,7 +34,7 @@ def main() -> int:
     server, lifeline = int(sys.argv[2]), int(sys.argv[4])
     control = socket.socket(fileno=int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the lifeline alone decides: a signal to the group must not orphan
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only the lifeline decides: a signal to the group must not orphan
     try:
         plan = isolation.make_plan(settings, server)
     except (isolation.IsolationUnavailable, OSError) as error:

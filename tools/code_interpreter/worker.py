@@ -321,7 +321,7 @@ class Worker:
             linux.prctl(linux.PR_SET_KEEPCAPS, 1)
         self._become_user()
         if self._plan.user_namespace:
-            # In a namespace of its own the snippet has no rights over the mounts, and its processes count for it alone.
+            # In a namespace of its own the snippet has no rights over the mounts, and its processes count only for it.
             linux.unshare(linux.CLONE_NEWUSER)
             isolation.write_id_maps(1000, 0, 0)
         if self._plan.keep_read_search:

@@ -126,7 +126,7 @@ def _memory_in_use() -> tuple[int, int]:
 
 
 def redirect_standard_streams() -> None:
-    """Detach from the server's terminal; messages to it go over the control channel alone."""
+    """Detach from the server's terminal; messages to it go only over the control channel."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)

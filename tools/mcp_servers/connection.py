@@ -137,7 +137,7 @@ class McpConnection:
         """The ``CallToolResult`` of a call.
 
         Raises:
-            TimeoutError: it took too long. The server is told that the call was given up.
+            TimeoutError: it took too long. The server gets to know that the call was given up.
             McpUnavailable: the server has gone, or answers with an error of the protocol.
         """
         client = await self.open()
@@ -210,7 +210,7 @@ def _limit_lines() -> None:
             self.length = len(after) if newline else self.length + len(text)
             if longest > MOST_ANSWER_BYTES:
                 logger.warning("an MCP server wrote a line of more than %d MiB: it is ended", MOST_ANSWER_BYTES >> 20)
-                # Nothing reads on, so the calls that wait are told at once.
+                # Nothing reads any more, so the calls that wait end at once.
                 await self.transport_stream.aclose()
                 raise anyio.ClosedResourceError
             return text

@@ -167,7 +167,7 @@ class McpTool(_Listed):
 
 
 class McpSessionTool(_Listed):
-    """A tool of a server of which each trajectory has its own connection."""
+    """A tool of a server to which each trajectory has its own connection."""
 
     resumes = False
 

@@ -72,7 +72,7 @@ class HttpClient:
 
         Args:
             body: sent as JSON; None: nothing is.
-            public_only: connect to public addresses alone, whatever the host's name leads to.
+            public_only: connect only to public addresses, whatever the host's name leads to.
 
         Raises:
             SearchError: no answer, or a private address.

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, of which an indexer in every layer chooses the keys."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention: an indexer in every layer chooses the keys."""
 
 from __future__ import annotations
 

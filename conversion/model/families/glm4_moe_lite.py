@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layers, of which the first one is dense."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers, the first one dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's layers, of which some may see the keys that the layer before them sees."""
+"""GLM-5: DeepSeek-V3.2's layers, some of which may see the keys that the layer before them sees."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
     """
     config = config.with_defaults(head_dim=128, num_key_value_heads=8, num_experts_per_tok=8, rope_theta=5000000.0)
     config.refuse("router_jitter_noise", "shared_intermediate_size")
-    # transformers computes these alone, whatever config.json says.
+    # transformers computes only these, whatever config.json says.
     config.require(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
     if any(kind != 1 for kind in config.items("attn_type_list")):
         raise UnsupportedArchitecture("attn_type_list has other kinds of layers than 1: linear attention is missing")

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, of which every fourth layer has no positions."""
+"""SmolLM3: Llama with every fourth layer without positions."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def make_facts(rng: random.Random, entities: int) -> list[Fact]:
 
 
 def fact_families(facts: Sequence[Fact]) -> dict[str, Family]:
-    """Families of the two-tool demo by name: half of them need code alone, the others one of ``facts``."""
+    """Families of the two-tool demo by name: half of them need only code, the others one of ``facts``."""
 
     def fact(rng: random.Random) -> FactProblem:
         known = rng.choice(facts)

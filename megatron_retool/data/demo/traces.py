@@ -34,7 +34,7 @@ class DemoTools:
     run: Callable[[str], ToolOutput]
     """Of a snippet."""
     search: Callable[[str], ToolOutput] | None = None
-    """Of a query; needed for fact problems alone."""
+    """Of a query; only fact problems need it."""
 
 
 @dataclass(frozen=True)

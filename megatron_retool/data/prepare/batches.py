@@ -54,7 +54,7 @@ class RowFile:
         return self.schema.names
 
     def batches(self, columns: Sequence[str]) -> Iterator[Batch]:
-        """Its rows in order, of ``columns`` alone, which it has.
+        """Its rows in order, only with ``columns``, which it has.
 
         Raises:
             DataError: naming the file and where in it the damage is.

@@ -148,7 +148,7 @@ def text_column(batch: Batch, column: str, numbers: bool = False) -> list[str]:
 
 
 def is_readable(answer: str) -> bool:
-    """Whether the grader reads ``answer`` as mathematics, and not as plain words alone."""
+    """Whether the grader reads ``answer`` as mathematics, and not only as plain words."""
     if quick_verdict("0", answer) is not None:  # an integer
         return True
     return len(answer) <= _MAX_ANSWER_CHARACTERS and not isinstance(reading(answer, units=True), Text)
@@ -272,7 +272,7 @@ class WorkedAnswers(Questions):
 
 @dataclass(frozen=True)
 class AimeQuestions(Questions):
-    """AIME, one year. The problem's number is told from what the file has (aime.py)."""
+    """AIME, one year. The problem's number comes from what the file has (aime.py)."""
 
     year: int = 0
 

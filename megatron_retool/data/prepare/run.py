@@ -184,7 +184,7 @@ def _write(
 def _rows(
     output: PreparedFile, files: list[tuple[RowFile, Layout]], counts: RowCounts, advance: Callable[[int], object]
 ) -> Iterator[dict[str, Any]]:
-    """The rows to write, with ``counts`` kept. Of the rows that were seen, digests alone stay in memory."""
+    """The rows to write, with ``counts`` kept. Only digests of the rows that were seen stay in memory."""
     seen: dict[bytes, bytes] = {}
     index = 0
     for file, layout in files:

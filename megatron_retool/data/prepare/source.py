@@ -65,7 +65,7 @@ def local_source(data_set: DataSet, path: Path) -> DataSetSource:
 
 
 def hub_source(data_set: DataSet, repository: str, revision: str | None = None) -> DataSetSource:
-    """Download what is not in the hub's cache yet; a download that was cut off goes on where it ended.
+    """Download what is not in the hub's cache yet; a download that was cut off continues where it ended.
 
     HF_ENDPOINT in the environment names another hub than the public one.
 

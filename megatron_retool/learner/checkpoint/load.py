@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a learner, or its weights alone into a model, in whatever layout it was written."""
+"""Reading a checkpoint into a learner, or only its weights into a model, in whatever layout it was written."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
 def load_model_weights(
     model_chunks: Sequence[torch.nn.Module], architecture: Architecture, directory: str | Path
 ) -> None:
-    """Fill the model from a converted checkpoint or from one of the learner's, in any layout; weights alone.
+    """Fill the model from a converted checkpoint or from one of the learner's, in any layout; only the weights.
 
     Parameters that are not the language model's (a critic's value head) keep their values where the checkpoint does
     not have them. Layers for multi-token prediction are read as conversion carries them along, where no learner has

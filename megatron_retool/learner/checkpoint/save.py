@@ -1,13 +1,13 @@
-"""Writing a learner's checkpoint, at once or while training goes on.
+"""Writing a learner's checkpoint, at once or while training continues.
 
 Files are those of ``megatron.core.dist_checkpointing`` (``torch_dist``; the optimizer state is stored per model tensor,
 "fully reshardable").  A checkpoint is built under a temporary name and renamed when it is complete, so a directory
 without the COMPLETE marker is never one.  The marker holds the checksum of every file, which the rank that wrote it
 takes while the file is still in memory.  In ``hf/`` lie the model's config and tokenizer, for
 ``conversion/mcore_to_hf.py``.  Weights lie in files of their own (``conversion/files/weights_alone.py``), and a
-checkpoint of weights alone has no others: it is what ``conversion/hf_to_mcore.py`` makes.
+checkpoint of only the weights has no others: it is what ``conversion/hf_to_mcore.py`` makes.
 
-An asynchronous save copies the state to host memory and writes it on a thread while training goes on; planning and
+An asynchronous save copies the state to host memory and writes it on a thread while training continues; planning and
 writing talk over a process group of their own.
 """
 

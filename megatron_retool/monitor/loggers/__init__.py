@@ -42,7 +42,7 @@ class LoggedRun:
     Attributes:
         directory: of the run; files of loggers belong there.
         project, name: trainer.project_name, trainer.experiment_name.
-        first_step: the run goes on from here; rows of this step and later are logged once more.
+        first_step: the run continues from here; rows of this step and later are logged once more.
         config: the whole configuration, as JSON types.
     """
 

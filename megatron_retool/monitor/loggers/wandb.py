@@ -1,4 +1,4 @@
-"""Weights & Biases: one run, which a resumed run goes on with. Without a login: offline, for `wandb sync`."""
+"""Weights & Biases: one run, which a resumed run continues. Without a login: offline, for `wandb sync`."""
 
 from __future__ import annotations
 

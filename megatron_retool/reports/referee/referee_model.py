@@ -36,7 +36,7 @@ class NumberFormat:
     """dtype of weights and activations, and what the weights were rounded to before.
 
     Attributes:
-        rounding: such as "int4 weights"; None: the dtype alone.
+        rounding: such as "int4 weights"; None: only the dtype.
         round: tensor of a Hugging Face name -> the same, rounded.
     """
 

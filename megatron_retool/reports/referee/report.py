@@ -25,7 +25,7 @@ from megatron_retool.reports.referee.stored_step import SampledResponse, find_st
 from megatron_retool.runs.files import write_text
 
 SMALL_MODEL = 50_000_000
-"""Parameters up to which the referee computes in float64 unless it is told otherwise."""
+"""Parameters up to which the referee computes in float64 unless an option says otherwise."""
 
 
 def write_referee_report(run_dir: str | Path, step: int | None = None, **options: Any) -> tuple[Path, dict[str, Any]]:

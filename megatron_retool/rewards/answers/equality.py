@@ -376,7 +376,7 @@ class _Comparison:
         one, two = (_scaled(a, _pure_scale(unit)) for a, unit in zip(amounts, units, strict=True))
         if self._expressions.same(one, two):
             return True
-        # With the unit on one side alone, a percentage may stand for its hundredth and degrees for radians.
+        # With the unit on one side only, a percentage may stand for its hundredth and degrees for radians.
         for position, unit in enumerate(units):
             factor = _alternative(unit)
             if factor is not None and units[1 - position] is None:

@@ -195,7 +195,7 @@ def _is_infinite(expression: Expression) -> bool:
 
 
 def _alternates(expression: Expression) -> bool:
-    """Has it a power like (-1)^n, which means something for whole n alone?"""
+    """Does it have a power like (-1)^n, which means something only for whole n?"""
     if not isinstance(expression, FunctionCall):
         return False
     if expression.function == "pow" and symbols_of(expression.arguments[1]) and not symbols_of(expression.arguments[0]):

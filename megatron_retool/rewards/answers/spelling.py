@@ -202,7 +202,7 @@ def spelled(text: str) -> str:
 
 
 def _chinese_phrases(text: str) -> str:
-    """With phrases whose words stand in another order, or mean something in one place alone, made plain."""
+    """With phrases whose words stand in another order, or mean something only in one place, made plain."""
     if text.isascii():
         return text
     for pattern, replacement in _CHINESE_PHRASES:

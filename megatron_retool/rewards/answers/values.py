@@ -167,7 +167,7 @@ def _exact_power(base: Fraction, exponent: Fraction, effort: Effort) -> Fraction
 
 
 def _exact_root(value: Fraction, degree: int, effort: Effort) -> Fraction | None:
-    """The real root where it is a fraction; of a negative number for odd degrees alone."""
+    """The real root where it is a fraction; of a negative number only for odd degrees."""
     if value < 0:
         root = _exact_root(-value, degree, effort) if degree % 2 else None
         return None if root is None else -root

@@ -1,6 +1,6 @@
 """Makes a CPU engine's numbers independent of its batches: a request gets the same bits whatever runs beside it.
 
-Seeded sampling alone does not repeat a run. Which requests share a forward pass depends on when they arrive, and a
+Seeded sampling by itself does not repeat a run. Which requests share a forward pass depends on when they arrive, and a
 matrix product of three rows adds up in another order than one of two hundred: the last bits of a logit change, and
 sooner or later a token. SGLang's --enable-deterministic-inference exchanges GPU kernels for this; these are the CPU's.
 
@@ -9,7 +9,7 @@ sooner or later a token. SGLang's --enable-deterministic-inference exchanges GPU
 - Attention sees queries and keys padded to whole tiles of PyTorch's kernel: what a longer neighbour adds are tiles that
   are masked as a whole and leave sums as they are. So a prefix gives the same bits, computed or found in the cache.
 
-Both hold for one thread alone, which is what a CPU engine has (OMP_NUM_THREADS of its environment).
+Both hold only for one thread, which is what a CPU engine has (OMP_NUM_THREADS of its environment).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # --enable-deterministic-inference is what makes SGLang read sampling seeds, and exchanges kernels. It knows no CPU
-    # backend, and its own kernels exist on GPUs alone.
+    # backend, and its own kernels exist only on GPUs.
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register(

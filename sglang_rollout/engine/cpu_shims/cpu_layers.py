@@ -15,7 +15,7 @@ from numba import carray
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which ``weight`` has alone. All float32."""
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, the only one of ``weight``. All float32."""
     x, normed = x.contiguous(), torch.empty(x.shape)
     _RMS_NORM(x, weight, normed, x.numel() // len(weight), len(weight), epsilon)
     return normed

@@ -17,7 +17,7 @@ DECODED = 2
 
 
 class _NoPrefixes(SimpleNamespace):
-    """In place of a cache of prefixes: room for each request's tokens alone."""
+    """In place of a cache of prefixes: room for only each request's tokens."""
 
     def supports_prefix_sharing(self) -> bool:
         return False

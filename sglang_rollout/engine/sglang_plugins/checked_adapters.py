@@ -1,7 +1,7 @@
 """SGLang plugin: adapters (LoRA) may come as safetensors in a request, and are looked at when they are loaded.
 
 SGLang looks at an adapter's tensors only when a request first needs them, in the scheduler; if one does not fit, the
-whole engine ends. Here it is refused, and the engine goes on. What was unloaded is forgotten.
+whole engine ends. Here it is refused, and the engine continues. What was unloaded is forgotten.
 
 SGLang finds this plugin through the entry point beside this file, that is, only in processes which have this directory
 on their path.
