@@ -35,9 +35,10 @@ VARIANTS = {
     "namespaces": ("tools.code_interpreter.isolation=namespaces",),
     "bubblewrap": ("tools.code_interpreter.isolation=bubblewrap",),
     "rlimits": ("tools.code_interpreter.isolation=rlimits",),
+    "async": ("trainer.mode=async", "trainer.max_age=2"),
     "agent": (f"rollout.agent={EXAMPLES / 'run_tools_agent.py'}:run",),
 }
-"""Settings of a run beside the demo's: each isolation of the sandbox, and an agent on the gateway."""
+"""Settings of a run beside the demo's: each isolation of the sandbox, clocks of their own, an agent on the gateway."""
 
 
 def variant_of(number: int, names: Sequence[str]) -> str:
