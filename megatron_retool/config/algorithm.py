@@ -307,6 +307,13 @@ class AlgorithmConfig:
                 f"{teachers} score responses for nothing: set algorithm.advantage=reverse_kl, kl_in_loss or "
                 "kl_in_reward above 0, or algorithm.distillation.divergence, or leave them out"
             )
+        correction = self.rollout_correction
+        if compares and correction.bypass_old_log_probs and (correction.rejection or correction.veto_threshold):
+            raise ConfigError(
+                f"algorithm.distillation.divergence={self.distillation.divergence} must give no loss where a token is "
+                "rejected, and with algorithm.rollout_correction.bypass_old_log_probs=true tokens are rejected in the "
+                "update, after it: set that to false, or rejection to [] and veto_threshold to null"
+            )
         if self.advantage == "zero" and not compares:
             raise ConfigError(
                 "algorithm.advantage=zero without algorithm.distillation.divergence teaches nothing: set that, or "

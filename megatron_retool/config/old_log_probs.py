@@ -94,6 +94,11 @@ def _needs_the_pass(config: Config, updates: int, cut_rollouts: int) -> str | No
         return f"algorithm.kl_in_reward={algorithm.kl_in_reward} is part of the rewards that advantages are made of"
     if Need.CRITIC in algorithm.needs:
         return f"{algorithm.needs[Need.CRITIC]} has a critic, which may learn while the policy does not"
+    if algorithm.distillation.divergence != "none":
+        return (
+            f"algorithm.distillation.divergence={algorithm.distillation.divergence} gives no loss where the rollout "
+            "correction rejects a token"
+        )
     if algorithm.advantage == "reverse_kl":
         return "algorithm.advantage=reverse_kl is made of old log-probs"
     if algorithm.advantage not in BUILT_IN["advantage"]:

@@ -451,7 +451,7 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey("ray_kwargs.*", (), "cluster.ray_address; docs/cluster.md says how Ray is started"),
     VerlKey("ray_init.*", (), "cluster.ray_address; docs/cluster.md says how Ray is started"),
     VerlKey("transfer_queue.*", (), "verl's own data plane"),
-    VerlKey("distillation.*", (), "distillation from a teacher is not supported"),
-    *_rows("trainer", "use_v1 v1.*", "verl's trainers of 0.9; see cluster.placement and rollout.partial"),
+    VerlKey("distillation.*", (), "teachers have other settings here: algorithm.distillation"),
+    *_rows("trainer", "use_v1 v1.*", "verl's trainers of 0.9; see trainer.mode, cluster.placement and rollout.partial"),
     VerlKey("skip.*", (), "rollout.replay_dir takes a run's stored trajectories"),
 )  # fmt: skip

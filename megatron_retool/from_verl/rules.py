@@ -123,8 +123,8 @@ def other_training(values: VerlValues) -> Settings:
     """
     if values.is_true("distillation.enabled"):
         raise ConfigError(
-            "distillation.enabled=true: distillation from a teacher is not supported: set it to false in the file to "
-            "translate the rest (docs/supported.md)"
+            "distillation.enabled=true: teachers are set in other words here: set it to false in the file to translate "
+            "the rest, and add algorithm.distillation (docs/distillation.md)"
         )
     return {}
 

@@ -21,10 +21,12 @@ from megatron_retool.config import (
     Config,
     ConfigError,
     DistillationConfig,
+    DynamicSamplingConfig,
     LearnerConfig,
     LoraConfig,
     OptimizerConfig,
     RecomputeConfig,
+    RolloutCorrectionConfig,
     TeacherConfig,
 )
 from megatron_retool.learner.divergence import Divergence, TeacherHead
@@ -232,3 +234,20 @@ def test_settings_that_contradict_each_other(changes: dict[str, Any], words: str
     with pytest.raises(ConfigError) as error:
         DistillationConfig(**changes).check()
     assert words in str(error.value)
+
+
+def test_a_rejection_within_the_update_is_refused() -> None:
+    distillation = DistillationConfig(teachers=[TeacherConfig(path="a")], divergence="forward_kl")
+    correction = RolloutCorrectionConfig(bypass_old_log_probs=True, mode="none", denominator="pre")
+    settings = {"advantage": "zero", "dynamic_sampling": DynamicSamplingConfig(enable=False)}
+    AlgorithmConfig(
+        **settings,
+        distillation=distillation,
+        rollout_correction=dataclasses.replace(correction, rejection=[], veto_threshold=None),
+    ).check()
+    with pytest.raises(ConfigError, match="where a token is rejected"):
+        AlgorithmConfig(
+            **settings,
+            distillation=distillation,
+            rollout_correction=dataclasses.replace(correction, veto_threshold=1e-4),
+        ).check()

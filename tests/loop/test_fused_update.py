@@ -236,6 +236,15 @@ def source(*overrides: str, updates: int | None = None, cut_rollouts: int = 0) -
         ([f"{CORRECTION}.batch_normalize=true"], "batch_normalize"),
         ([f"{CORRECTION}.denominator=post"], "denominator=post"),
         (["algorithm.kl_in_reward=0.1"], "kl_in_reward"),
+        (
+            [
+                "algorithm.distillation.teachers=[{{path: a}}]",
+                "algorithm.distillation.divergence=forward_kl",
+                "algorithm.advantage=zero",
+                "algorithm.dynamic_sampling.enable=false",
+            ],
+            "divergence",
+        ),
         (["algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"], "critic"),
         (["algorithm.advantage={own}:advantage"], "given old log-probs"),
         (["learner.routing_replay=old_log_probs"], "records the experts"),
