@@ -111,15 +111,15 @@ class AsyncExperience:
         groups: dict[int, list[Trajectory]] = {}
         for trajectory in read_trajectories(resumed.buffered_groups):
             groups.setdefault(trajectory.group_id, []).append(trajectory)
-        self._run.prompts.take_unfinished(list(groups))
         stored = resumed.read("trainer_state.json").get("buffered_versions", {})
         versions = {int(group_id): int(version) for group_id, version in stored.items()}
         if not versions.keys() <= groups.keys():
             raise InputError(f"{resumed.buffered_groups} lacks groups that trainer_state.json names: it is damaged")
-        self._complete = {group_id: groups[group_id] for group_id in versions}
+        left_out = set(self._buffer.restore(versions))  # their prompts are drawn again
+        self._complete = {group_id: groups[group_id] for group_id in versions if group_id not in left_out}
         self._dropped = [group for group_id, group in groups.items() if group_id not in versions]
-        self._kept = len(versions)
-        self._buffer.restore(versions)
+        self._kept = len(self._complete)
+        self._run.prompts.take_unfinished([group_id for group_id in groups if group_id not in left_out])
 
     async def __aenter__(self) -> AsyncExperience:
         self._filling = asyncio.create_task(self._fill())
@@ -158,7 +158,7 @@ class AsyncExperience:
             collected,
             prompt_state=self._run.prompts.state_dict(ids),
             buffered=[trajectory for group in held for trajectory in group],
-            buffered_versions={group_id: versions[group_id] for group_id in self._complete},
+            buffered_versions={group_id: versions[group_id] for group_id in versions if group_id in self._complete},
         )
 
     async def _fill(self) -> None:

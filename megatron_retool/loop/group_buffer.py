@@ -25,8 +25,7 @@ Example, B = 2, max_age = 1, engines at version 0: groups 0 to 3 may start (dead
 end first: step 1 takes them. Engines are still at version 0 and no group may start, since 0 and 2 fill step 2. With
 version 1 deadlines are 3, and groups 4 and 5 start. Step 2 has to wait for 0 and 2, even where 4 and 5 end before them.
 
-Everything here is a decision on numbers. The run (``asynchronous.py``) and the planner's simulation make it in the same
-way.
+Everything here is a decision on numbers; ``asynchronous.py`` does what they say.
 """
 
 from __future__ import annotations
@@ -119,9 +118,23 @@ class GroupBuffer:
         if not has_signal:
             del self._entries[group_id]
 
-    def restore(self, versions: Mapping[int, int]) -> None:
-        """Put complete groups back that a checkpoint has kept, by their versions, oldest first."""
-        self._entries |= {group_id: _Entry(version, GroupState.COMPLETE) for group_id, version in versions.items()}
+    def restore(self, versions: Mapping[int, int]) -> list[int]:
+        """Put complete groups back that a checkpoint has kept.
+
+        Args:
+            versions: of the engines' weights at each group's start.
+
+        Returns:
+            Groups that cannot all be trained in time, where the run now has a smaller batch or bound than the one that
+            kept them: they are left out.
+        """
+        left_out = []
+        for group_id, version in sorted(versions.items(), key=lambda item: item[1]):
+            if self.room(version):
+                self._entries[group_id] = _Entry(version, GroupState.COMPLETE)
+            else:
+                left_out.append(group_id)
+        return left_out
 
     def batch(self, *, full: bool = True) -> list[int] | None:
         """What the next step would take, oldest first; None while it has to wait.

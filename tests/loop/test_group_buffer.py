@@ -19,15 +19,22 @@ class Schedule:
         self.born: dict[int, int] = {}
         self.trained: dict[int, int] = {}
         self.dropped: set[int] = set()
+        self.ended: list[int] = []
+        """Groups with a signal in the order in which they ended."""
+        self.again: list[int] = []
+        """Groups whose prompts a resumed run draws first."""
 
     def act(self, choice: int) -> None:
-        kind, which = choice % 3, choice // 3
+        kind, which = choice % 4, choice // 4
         if kind == 0:
-            count = min(self.buffer.room(self.version), 1 + which % 3)
-            ids = range(self.started, self.started + count)
-            self.buffer.start(ids, self.version)
-            self.born |= dict.fromkeys(ids, self.version)
-            self.started += count
+            for _ in range(min(self.buffer.room(self.version), 1 + which % 3)):
+                group_id = self.again.pop(0) if self.again else self.started
+                self.started = max(self.started, group_id + 1)
+                self.buffer.start([group_id], self.version)
+                self.born[group_id] = self.version
+        elif kind == 3:
+            if which % 8 == 0 and self.training == self.version:
+                self.resume(self.buffer.max_age - (which % 16 == 0 and self.buffer.max_age > 1))
         elif kind == 1 and self.buffer.generating:
             self.end(self.buffer.generating[which % len(self.buffer.generating)])
         elif kind == 2 and self.training > self.version:
@@ -38,8 +45,18 @@ class Schedule:
     def end(self, group_id: int) -> None:
         keeps = self.keeps[group_id % len(self.keeps)]
         self.buffer.finish(group_id, has_signal=keeps)
-        if not keeps:
+        if keeps:
+            self.ended.append(group_id)
+        else:
             self.dropped.add(group_id)
+
+    def resume(self, max_age: int) -> None:
+        """A new process from a checkpoint of now, perhaps with a smaller bound; what was under way starts again."""
+        versions = self.buffer.versions
+        kept = {group_id: versions[group_id] for group_id in self.ended if group_id in self.buffer.complete}
+        under_way = self.buffer.generating
+        self.buffer = GroupBuffer(self.buffer.batch_groups, max_age, self.buffer.step)
+        self.again = sorted([*self.again, *under_way, *self.buffer.restore(kept)])
 
     def take(self) -> None:
         step = self.buffer.step + 1
@@ -68,13 +85,14 @@ def test_the_bound_holds_and_nothing_is_lost(
     schedule = Schedule(batch_groups, max_age, keeps)
     for choice in choices:
         schedule.act(choice)
-        accounted = {*schedule.trained, *schedule.dropped, *schedule.buffer.versions}
+        accounted = {*schedule.trained, *schedule.dropped, *schedule.buffer.versions, *schedule.again}
         assert accounted == set(range(schedule.started))
     # However it stands: once what is under way ends, the run goes on, with every group trained in time.
     wanted = schedule.buffer.step + 3
     while schedule.buffer.step < wanted:
         for kind in (0, 1, 1, 2, 2):
             schedule.act(kind)
+            assert not schedule.buffer.versions.keys() & set(schedule.again)
 
 
 def test_the_docstrings_example() -> None:
@@ -114,11 +132,17 @@ def test_a_smaller_batch_keeps_every_deadline() -> None:
 
 def test_what_a_checkpoint_kept_is_trained_first() -> None:
     buffer = GroupBuffer(2, 2, step=5)
-    buffer.restore({7: 3, 9: 4})
+    assert buffer.restore({9: 4, 7: 3}) == []
     buffer.start((10, 11), 5)
     for group_id in (11, 10):
         buffer.finish(group_id, has_signal=True)
     assert buffer.take() == [7, 9]
+
+
+def test_a_smaller_bound_leaves_out_what_would_come_too_late() -> None:
+    buffer = GroupBuffer(2, 1, step=3)
+    assert buffer.restore({5: 3, 4: 2, 2: 2, 3: 2, 1: 1}) == [1, 3]
+    assert buffer.take() == [4, 2]
 
 
 @pytest.mark.parametrize(
