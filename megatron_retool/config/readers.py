@@ -69,6 +69,7 @@ READERS: tuple[_Reader, ...] = (
         _one_of("weight_sync.check_log_probs", True),
         "weight_sync.check_log_probs=true",
     ),
+    _Reader("weight_sync", ("delta_whole_every",), _one_of("weight_sync.delta", True), "weight_sync.delta=true"),
     _Reader("trainer", ("max_age",), _one_of("trainer.mode", "async"), "trainer.mode=async"),
     _Reader(
         "algorithm.distillation",

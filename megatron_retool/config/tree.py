@@ -124,6 +124,8 @@ def validate(config: Config) -> None:
         )
     if config.trainer.mode == "async":
         _check_async(config)
+    if config.weight_sync.delta:
+        _check_delta(config)
 
 
 def _check_async(config: Config) -> None:
@@ -233,6 +235,30 @@ def _check_adapter_sync(config: Config) -> None:
             "learner.lora.sync=adapter does not go with rollout.engine.speculative.algorithm=STANDALONE: SGLang has "
             "adapters beside NGRAM, EAGLE and EAGLE3 only. Use one of these, or learner.lora.sync=merged"
         )
+
+
+def _check_delta(config: Config) -> None:
+    """Raise ConfigError where only changes cannot be sent."""
+    engine, sync = config.rollout.engine, config.weight_sync
+    reasons = {
+        "weight_sync.method=disk": (sync.method == "disk", "engines read whole checkpoints: take another method"),
+        f"rollout.engine.backend={engine.backend}": (
+            engine.backend != "sglang",
+            "only SGLang's servers take changes: set it to sglang",
+        ),
+        f"rollout.engine.quantization={engine.quantization}": (
+            engine.quantization is not None,
+            "such engines make other numbers of what they get: set it to null",
+        ),
+        f"rollout.engine.expert_parallel_size={engine.expert_parallel_size}": (
+            (engine.expert_parallel_size or 1) > 1,
+            "checksums of experts under it are not known: set it to 1",
+        ),
+        "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
+    }
+    for setting, (wrong, why) in reasons.items():
+        if wrong:
+            raise ConfigError(f"weight_sync.delta=true does not go with {setting}: {why}, or set delta to false")
 
 
 def _what_timing_decides(

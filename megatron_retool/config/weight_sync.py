@@ -18,6 +18,12 @@ class WeightSyncConfig:
     """Size of the pieces in which weights travel."""
     verify: bool = False
     """Compare checksums of every tensor on both sides after each sync."""
+    delta: bool = False
+    """Send only the elements that have changed since the last sync, exact to the bit, and compare checksums each time.
+    The sender keeps a copy of the weights on its host. Much smaller where engines hold fewer bits than an update moves:
+    bfloat16 at a small learning rate. With method distributed or tensor."""
+    delta_whole_every: int | None = at_least_one(None)
+    """Syncs from one with whole weights to the next; null: only the first, and where engines were replaced."""
     round_to: str | None = choice(None, "fp8", "int8", "int4", "int3")
     """A study tool: engines get linear weights rounded to what such a quantisation holds, and compute in their own
     dtype, which shows its mismatch on any machine. fp8: blocks of 128 x 128, e4m3. intN: symmetric, to the nearest,

@@ -114,6 +114,7 @@ class SGLangEngine:
         """The way that weight_sync.method names."""
         # The driver needs none of this, and importing it takes a while.
         from sglang_rollout.weight_sync.adapter import AdapterWeightSync
+        from sglang_rollout.weight_sync.delta import DeltaEncoder
         from sglang_rollout.weight_sync.disk import DiskWeightSync
         from sglang_rollout.weight_sync.distributed import DistributedWeightSync
         from sglang_rollout.weight_sync.quantization import weight_conversion
@@ -132,6 +133,9 @@ class SGLangEngine:
             return AdapterWeightSync(base_urls, settings=lora, method=method, directory=directory, **common)
         if settings.method == "disk":
             return DiskWeightSync(base_urls, directory=directory, model_path=config.model.path, **common)
+        if settings.delta:
+            # What an engine makes of a change is compared each time: an error would stay in all later weights.
+            common |= {"delta": DeltaEncoder(settings.delta_whole_every), "verify": True}
         if settings.method == "tensor":
             return TensorWeightSync(base_urls, **common)
         return DistributedWeightSync(base_urls, **common)

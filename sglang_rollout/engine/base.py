@@ -376,6 +376,8 @@ class SyncReport:
     bytes: int
     seconds: float
     verified_tensors: int = 0
+    all_bytes: int = 0
+    """Of the tensors as they are, where what travels may be less; 0: the same."""
 
     @classmethod
     def together(cls, reports: Sequence[SyncReport]) -> SyncReport:
@@ -386,6 +388,7 @@ class SyncReport:
             sum(report.bytes for report in reports),
             max(report.seconds for report in reports),
             sum(report.verified_tensors for report in reports),
+            sum(report.all_bytes for report in reports),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -395,6 +398,7 @@ class SyncReport:
             "weight_sync/gigabytes": self.bytes / 1e9,
             "weight_sync/gigabytes_per_second": self.bytes / 1e9 / max(self.seconds, 1e-9),
             "weight_sync/verified_tensors": float(self.verified_tensors),
+            "weight_sync/sent_share": self.bytes / self.all_bytes if self.all_bytes else 1.0,
         }
 
 

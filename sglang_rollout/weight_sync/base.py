@@ -35,6 +35,7 @@ from conversion.model.rules import BUFFER_SUFFIXES
 from sglang_rollout.engine.base import EngineClientError, SyncReport
 from sglang_rollout.engine.blocking_client import BlockingClient
 from sglang_rollout.weight_sync.checksums import ExpectedChecksums
+from sglang_rollout.weight_sync.delta import DeltaEncoder
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -52,6 +53,7 @@ class ServerWeightSync(ABC):
         timeout_seconds: limit of every request and of every collective.
         verify: compare checksums of every tensor after each push.
         convert: what becomes of a bucket before it travels (``quantization.weight_conversion``).
+        delta: sends only what has changed since the last sync; it needs ``verify``.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ServerWeightSync(ABC):
         timeout_seconds: float = 300.0,
         verify: bool = False,
         convert: Callable[[Bucket], Bucket] | None = None,
+        delta: DeltaEncoder | None = None,
     ) -> None:
         if not engines:
             raise ValueError("weight sync needs at least one engine URL")
@@ -68,6 +71,7 @@ class ServerWeightSync(ABC):
         self.timeout_seconds = timeout_seconds
         self.verify = verify
         self._convert = convert
+        self._delta = delta
         self._requests = BlockingClient(self.engines)
         self._infos: dict[str, dict[str, Any]] = {}
 
@@ -80,17 +84,23 @@ class ServerWeightSync(ABC):
         began = time.monotonic()
         self._probe()
         expected = ExpectedChecksums(self._infos) if self.verify else None
-        tensors = sent_bytes = 0
+        tensors = sent_bytes = all_bytes = 0
+        if self._delta is not None:
+            self._delta.begin(self._served_versions())
         self._call_all("/pause_generation", {"mode": "retract"})
         try:
             self._begin()
             try:
                 for bucket in self._wire_buckets(buckets):
                     tensors += len(bucket)
-                    sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
+                    all_bytes += sum(tensor.nbytes for _, tensor in bucket)
                     if expected is not None:
                         expected.add(bucket)
-                    self._send(bucket)
+                    if self._delta is not None:
+                        bucket = self._delta.encode(bucket)
+                    sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
+                    if bucket:
+                        self._send(bucket)
                     del bucket  # the next one is put together first, and needs its memory
                 if not tensors:
                     raise WeightSyncError("there was no weight to send: export_weights yielded no bucket")
@@ -105,7 +115,9 @@ class ServerWeightSync(ABC):
             self._call_all("/continue_generation", {}, timeout=PROBE_SECONDS, check=False)
         self._check_version(version)
         verified = self._check_checksums(expected) if expected is not None else 0
-        return SyncReport(version, tensors, sent_bytes, time.monotonic() - began, verified)
+        if self._delta is not None:
+            self._delta.end(version)
+        return SyncReport(version, tensors, sent_bytes, time.monotonic() - began, verified, all_bytes)
 
     def close(self) -> None:
         """Give up connections and shared memory."""
@@ -166,6 +178,14 @@ class ServerWeightSync(ABC):
             # A flat bucket needs every tensor aligned to its own element size.
             yield sorted(converted, key=lambda item: -item[1].element_size())
             del bucket, converted
+
+    def _served_versions(self) -> set[int]:
+        """Versions that the engines serve; none where one says nothing that is a version."""
+        infos = self._call_all("/model_info", None, timeout=PROBE_SECONDS)
+        try:
+            return {int(str(info.get("weight_version"))) for info in infos.values()}
+        except ValueError:
+            return set()
 
     def _check_version(self, version: int) -> None:
         infos = self._call_all("/model_info", None)
