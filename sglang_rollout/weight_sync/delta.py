@@ -16,8 +16,6 @@ another version and every ``weight_sync.delta_whole_every``-th sync take whole w
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -96,11 +94,6 @@ def gaps_of(positions: torch.Tensor) -> torch.Tensor:
     gaps = torch.full((int(places[-1]) + 1,), LONGEST_GAP, dtype=torch.uint8, device=positions.device)
     gaps[places] = (skipped % LONGEST_GAP).to(torch.uint8)
     return gaps
-
-
-def whole_bytes(bucket: Bucket) -> int:
-    """Bytes of the tensors themselves."""
-    return sum(math.prod(tensor.shape) * tensor.element_size() for _, tensor in bucket)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ def with_changes(
     for name, tensor in tensors:
         if name.endswith(SHAPE):
             whole = name.removesuffix(SHAPE)
-            gaps, positions = by_name.get(whole + GAPS), by_name.get(whole + POSITIONS)
-            places = positions_of(gaps) if gaps is not None else positions.long()
+            gaps = by_name.get(whole + GAPS)
+            places = by_name[whole + POSITIONS].long() if gaps is None else positions_of(gaps)
             found.append((whole, changed_weight(tensor.tolist(), places, by_name[whole + VALUES])))
         elif not name.endswith((GAPS, POSITIONS, VALUES)):
             found.append((name, tensor))
@@ -78,7 +78,7 @@ class ChangedWeight(torch.Tensor):
             target, place, source = args[0], args[1], plain(args[2])
             target[place] = merged(target[place], source.expand_as(target[place]))
             return None
-        return super().__torch_function__(function, types, args, kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
