@@ -24,8 +24,14 @@ from megatron_retool.tinker.wire import MASKED
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+# While it loads, transformers replaces torch's initialisation and its own tie_weights for the whole process. Of two
+# loads at a time the one that ends last puts the other's replacements back for good.
+_LOADING = threading.Lock()
+
+
 def load(path: Path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with _LOADING:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 class InProcessTrainer:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megatron_retool.config import TinkerConfig
+from tests.tinker.in_process import load
 from tests.tinker.served import NAME, served
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
@@ -103,7 +104,7 @@ def test_what_is_served_and_what_a_run_is(client, tokenizer):
 
 def test_supervised_steps_lower_the_loss_and_start_at_the_base_model(client, ids, model_directory):
     run = new_run(client)
-    reference = base_log_probs(AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32), ids)
+    reference = base_log_probs(load(model_directory), ids)
     losses = taught(run, ids, 8)
     np.testing.assert_allclose(losses[0], -reference.sum(), rtol=1e-5)
     assert losses[-1] < 0.8 * losses[0]
@@ -278,7 +279,7 @@ def test_a_sampler_is_a_snapshot(client, ids, model_directory, server):
     later = run.save_weights_and_get_sampling_client()
     np.testing.assert_allclose(later.compute_logprobs(prompt).result()[1:], log_probs(run, ids), atol=1e-5)
     base = client.create_sampling_client(base_model=NAME)
-    reference = base_log_probs(AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32), ids)
+    reference = base_log_probs(load(model_directory), ids)
     np.testing.assert_allclose(base.compute_logprobs(prompt).result()[1:], reference, atol=1e-5)
 
 
@@ -433,7 +434,7 @@ def test_external_weights_are_files_that_peft_loads(client, ids, model_directory
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
     for name, url in urls.items():
         (tmp_path / name).write_bytes(urllib.request.urlopen(url).read())
-    base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    base = load(model_directory)
     adapted = PeftModel.from_pretrained(base, tmp_path).eval()
     np.testing.assert_allclose(base_log_probs(adapted, ids), log_probs(run, ids), atol=1e-5)
 
