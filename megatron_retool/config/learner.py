@@ -257,6 +257,10 @@ class LearnerConfig:
     routing_replay: str = choice("none", "rollout", "old_log_probs")
     """In a mixture of experts, whose choice of experts the update takes. rollout (R3): the engine's, in the old
     log-probs too. old_log_probs (R2): the learner's own of the old log-probs. none: its choice in each pass."""
+    match_engine: str = choice("none", "exact")
+    """exact: engine and learner compute every log-prob to the same bit, by the same operators in one order of sums
+    (docs/mismatch.md, "Exact"); a step whose log-probs differ ends the run. On CPUs, without tensor, context or expert
+    parallelism. none: each computes in its own way."""
     fp32_lm_head: bool = False
     """Compute the vocabulary logits in float32."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -126,6 +126,8 @@ def validate(config: Config) -> None:
         _check_async(config)
     if config.weight_sync.delta:
         _check_delta(config)
+    if learner.match_engine == "exact":
+        _check_exact(config)
 
 
 def _check_async(config: Config) -> None:
@@ -235,6 +237,41 @@ def _check_adapter_sync(config: Config) -> None:
             "learner.lora.sync=adapter does not go with rollout.engine.speculative.algorithm=STANDALONE: SGLang has "
             "adapters beside NGRAM, EAGLE and EAGLE3 only. Use one of these, or learner.lora.sync=merged"
         )
+
+
+def _check_exact(config: Config) -> None:
+    """Raise ConfigError where engine and learner cannot compute the same numbers."""
+    learner, engine, train = config.learner, config.rollout.engine, config.rollout.train
+    one = {
+        "learner.tensor_model_parallel_size": learner.tensor_model_parallel_size,
+        "learner.context_parallel_size": learner.context_parallel_size,
+        "learner.expert_model_parallel_size": learner.expert_model_parallel_size,
+        "rollout.engine.tensor_parallel_size": engine.tensor_parallel_size,
+    }
+    reasons = {
+        f"{key}={size}": (size > 1, "sums over ranks have another order: set it to 1") for key, size in one.items()
+    }
+    reasons |= {
+        f"rollout.engine.dtype={engine.dtype}": (
+            engine.dtype not in ("auto", learner.dtype),
+            f"both compute in one format: set it to {learner.dtype}, which learner.dtype is",
+        ),
+        f"learner.dtype={learner.dtype}": (learner.dtype == "float16", "take float32 or bfloat16"),
+        f"rollout.engine.backend={engine.backend}": (engine.backend != "sglang", "set it to sglang"),
+        f"rollout.engine.device={engine.device}": (engine.device == "cuda", "it is for CPUs: set it to cpu"),
+        f"rollout.engine.quantization={engine.quantization}": (engine.quantization is not None, "set it to null"),
+        f"weight_sync.round_to={config.weight_sync.round_to}": (
+            config.weight_sync.round_to is not None,
+            "engines would have other weights: set it to null",
+        ),
+        f"learner.lora.rank={learner.lora.rank}": (bool(learner.lora.rank), "adapters are missing: set it to 0"),
+        f"rollout.train.top_p={train.top_p}": (train.top_p < 1.0, "sample from the whole distribution: set it to 1"),
+        f"rollout.train.top_k={train.top_k}": (train.top_k > 0, "sample from the whole distribution: set it to -1"),
+        f"rollout.train.min_p={train.min_p}": (train.min_p > 0.0, "sample from the whole distribution: set it to 0"),
+    }
+    for setting, (wrong, why) in reasons.items():
+        if wrong:
+            raise ConfigError(f"{setting} does not go with learner.match_engine=exact: {why}, or set that to none")
 
 
 def _check_delta(config: Config) -> None:

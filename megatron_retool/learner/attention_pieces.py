@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,27 @@ class SharedPrefixes:
     nodes: tuple[Bucket, ...]
     stems: tuple[tuple[int, int, int], ...]
     visible_until: Tensor
+
+    @functools.cached_property
+    def key_places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the keys of each token lie: token i sees places[starts[i]], ..., places[starts[i] + counts[i] - 1].
+
+        int64 each; starts and counts [t]. Tokens of a node share what lies above it.
+        """
+        until = self.visible_until
+        bounds = [0, *(torch.nonzero(until.diff()).squeeze(1) + 1).tolist(), until.numel()]
+        above: list[tuple[int, int]] = []
+        places, starts, counts, length = [], [], [], 0
+        for start, end in itertools.pairwise(bounds):
+            above = [each for each in above if until[each[0]] > start]
+            path = [*above, (start, end)]
+            places += [torch.arange(*each) for each in path]
+            depth = sum(b - a for a, b in above)
+            starts.append(torch.full((end - start,), length))
+            counts.append(depth + torch.arange(1, end - start + 1))
+            length += depth + end - start
+            above = path
+        return torch.cat(places), torch.cat(starts), torch.cat(counts)
 
     @functools.cached_property
     def block_mask(self) -> BlockMask:

@@ -25,16 +25,25 @@ def initial_chunks(
     mcore_dir: str | Path | None,
     verify: bool,
     share_prefixes: bool,
+    exact: bool = False,
 ) -> list[PackedModel]:
     """This rank's virtual pipeline stages, with weights of ``mcore_dir``, else ``hf_dir``, else random ones.
 
     Args:
         verify: hold the files against their checksums first, all ranks together.
         share_prefixes: learner.share_prefixes.
+        exact: learner.match_engine=exact.
+
+    Raises:
+        ConfigError: ``exact`` does not go with the model or the machine.
     """
     from megatron_retool.learner.checkpoint.load import load_model_weights, verify_together
 
     chunks = build_model_chunks(architecture, config, acceleration, model_class, share_prefixes=share_prefixes)
+    if exact:
+        from megatron_retool.learner.exact import place
+
+        place(chunks, architecture, acceleration)
     own = ("value_head.weight",) if model_class is CriticModel else ()
     source = mcore_dir or hf_dir
     if source is not None and verify:

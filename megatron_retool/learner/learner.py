@@ -160,6 +160,7 @@ class Learner:
             mcore_dir=mcore_dir,
             verify=config.trainer.verify_checkpoints,
             share_prefixes=config.learner.share_prefixes,
+            exact=config.learner.match_engine == "exact" and role == "actor",
         )
         self._base_is_reference = with_reference and bool(config.learner.lora.rank) and not with_teacher
         if config.learner.lora.rank:

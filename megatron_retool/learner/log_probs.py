@@ -79,6 +79,7 @@ def token_scores(
     main_grad: Tensor | None = None,
     on_main_grad: Callable[[], None] | None = None,
     teacher: TeacherHead | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log pi(target) and the entropy of the next-token distribution, both differentiable; is the target the best token?
 
@@ -98,6 +99,7 @@ def token_scores(
             returned through autograd, which would hold a second tensor of the weight's size.
         on_main_grad: called in every backward pass when that is done, since no hook of autograd tells.
         teacher: whose distribution the policy's is compared with; without ``sampling``'s filters.
+        exact: log_probs are those of an engine with learner.match_engine=exact, to the bit; without filters or TP.
 
     Returns:
         log_probs: float32 in the shape of ``targets``. entropy: float32 [n].
@@ -118,6 +120,7 @@ def token_scores(
         main_grad=main_grad,
         on_main_grad=on_main_grad,
         teacher=teacher,
+        exact=exact,
     )
     # A weight that autograd knew and got no gradient for would run its hooks without one.
     return _ChunkedHead.apply(hidden, weight if main_grad is None else weight.detach(), targets, settings)
@@ -136,6 +139,7 @@ class _Settings:
     main_grad: Tensor | None
     on_main_grad: Callable[[], None] | None
     teacher: TeacherHead | None
+    exact: bool
 
     def chunks(self, rows: int) -> Iterator[slice]:
         for start in range(0, rows, self.chunk_tokens):
@@ -147,7 +151,12 @@ class _Settings:
         Of the targets, [rows, K], ``local`` are the rows in this part of the vocabulary, ``owned`` whether they lie in
         it.
         """
-        x = torch.mm(hidden.to(self.dtype), weight.t()).float()
+        if self.exact:
+            from megatron_retool.exact import operators  # numba takes half a second, which others need not wait
+
+            x = operators.linear(hidden, weight, dtype=torch.float32)
+        else:
+            x = torch.mm(hidden.to(self.dtype), weight.t()).float()
         if self.temperature != 1.0:
             x.div_(self.temperature)
         self._fill_padding(x, float("-inf"))
@@ -157,6 +166,14 @@ class _Settings:
                 kept.scatter_(-1, target, kept.gather(-1, target) | own)
             x.masked_fill_(~kept, float("-inf"))
         return x
+
+    def exact_normalizer(self, x: Tensor) -> Tensor | None:
+        """log sum exp of each row of ``x``, as an exact engine adds it up; None where none is to be matched."""
+        if not self.exact:
+            return None
+        from megatron_retool.exact import operators
+
+        return operators.log_normalizers(x)[1]
 
     def divergence(self, log_p: Tensor, take: slice, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """See ``divergence_of``, between the policy's ``log_p`` of the rows ``take`` and the teacher's."""
@@ -208,6 +225,7 @@ class _ChunkedHead(torch.autograd.Function):
             if settings.group is not None:
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=settings.group)
             x.sub_(peak.unsqueeze(-1))
+            exact_normalizer = settings.exact_normalizer(x)
             sums = x.new_empty(2 + local.size(1), x.size(0))
             sums[2:] = x.gather(-1, local[take]).masked_fill_(~owned[take], 0.0).t()
             p = x.exp()
@@ -216,7 +234,7 @@ class _ChunkedHead(torch.autograd.Function):
             torch.sum(p.mul_(settings.without_infinities(scaled)), -1, out=sums[1])
             if settings.group is not None:
                 dist.all_reduce(sums, group=settings.group)
-            normalizer = sums[0].log()
+            normalizer = sums[0].log() if exact_normalizer is None else exact_normalizer
             log_probs[take] = (sums[2:] - normalizer).t()
             best[take] = (sums[2:] == 0).t()  # the target's logit less the largest
             entropy[take] = normalizer - sums[1] / sums[0]

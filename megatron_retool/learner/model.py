@@ -342,6 +342,8 @@ class PackedModel(GPTModel):
                     module.pg_collection = copy.copy(module.pg_collection)
                     module.register_forward_pre_hook(_rotate_in_group, with_kwargs=True)
         self.layer_replays: list[LayerReplay] = []
+        # Set by exact.py.
+        self.exact = False
         # Set by adapters.py where the model itself is frozen.
         self.trains_adapters = False
         # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
@@ -487,6 +489,7 @@ class PolicyModel(PackedModel):
             main_grad=main_grad,
             on_main_grad=None if main_grad is None else self.head_gradient_added,
             teacher=None if teacher is None else teacher.head(micro_batch),
+            exact=self.exact,
         )
         if teacher is not None and divergence is not None:
             teacher.note(divergence if micro_batch.copies is None else divergence.index_select(0, micro_batch.copies))

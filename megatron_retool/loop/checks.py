@@ -12,6 +12,7 @@ from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.exact.coverage import check_operators
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.parquet_files import damage_named
@@ -102,6 +103,8 @@ def check_model(config: Config, *, learns: bool) -> None:
                 "tokens, which the learner does not compute: set it to that at most"
             )
     config.learner.layout(architecture)
+    if config.learner.match_engine == "exact":
+        check_operators(architecture)
     if config.algorithm.distillation.teacher_path:
         config.algorithm.distillation.teacher_architecture(architecture, config.learner, config.model.families)
     if config.learner.routing_replay != "none" and not architecture.is_moe:

@@ -21,6 +21,7 @@ from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.config.old_log_probs import number_of_updates
+from megatron_retool.errors import OperationError
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer, reward_metrics
 from megatron_retool.monitor.phases import Phase
@@ -104,8 +105,13 @@ def correct_rollout(
 
     Returns:
         The batch, rollout_corr/* metrics, and whether the whole update is to be skipped.
+
+    Raises:
+        OperationError: with learner.match_engine=exact, learner and engine differ.
     """
     filtered = _overlong_rows(trajectories)
+    if config.learner.match_engine == "exact" and not config.algorithm.rollout_correction.bypass_old_log_probs:
+        check_exact(batch, current_version)
     correction = config.algorithm.rollout_correction
     result = rollout_correction(
         torch.from_numpy(batch.columns["old_log_probs"]),
@@ -131,6 +137,22 @@ def correct_rollout(
         rejected_by=np.where(batch.loss_mask & overlong & (rejected_by == 0), OVERLONG, rejected_by),
     )
     return batch, metrics, result.skip_update
+
+
+def check_exact(batch: TrajectoryBatch, current_version: int) -> None:
+    """Raise OperationError where a token that the learner's own weights sampled has another log-prob in the learner."""
+    # A token of older weights has one of its own.
+    compared = batch.loss_mask & (batch.weight_versions == current_version)
+    difference = np.abs(batch.columns["old_log_probs"] - batch.rollout_log_probs)
+    wrong = compared & ~(difference == 0)
+    if wrong.any():
+        worst = int(np.where(wrong, difference, -1).argmax())
+        raise OperationError(
+            f"learner.match_engine=exact: {int(wrong.sum())} of {int(compared.sum())} sampled tokens have another "
+            f"log-prob in the learner than in the engine, by up to {difference[worst]:.3g}. Both compute the same "
+            "operators, so they do not have the same weights (set weight_sync.verify=true), or do not run on the same "
+            "kind of processor. To go on with what is apart, set it to none"
+        )
 
 
 def keep_before_correction(batch: TrajectoryBatch, trajectories: Sequence[Trajectory]) -> TrajectoryBatch:

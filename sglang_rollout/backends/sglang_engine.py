@@ -58,6 +58,7 @@ class SGLangEngine:
             families=self.config.model.families,
             routed_experts=self._routed_experts,
             weights_stay=of_adapters,
+            match=self.config.learner.match_engine,
         )
 
     def _engine_of_adapters(self) -> EngineConfig:

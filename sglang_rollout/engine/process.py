@@ -50,6 +50,7 @@ CPU_SHIMS = _HERE / "cpu_shims"
 PLUGINS = _HERE / "sglang_plugins"
 EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
+MATCH_VARIABLE = "MEGATRON_RETOOL_MATCH_ENGINE"
 RESERVED_TOKENS = 7
 """Tokens of its context length that SGLang leaves free of a request's input (managers/tp_worker.py), two of them of the
 answer too. It gets so many more, so that rollout.engine.context_length can be filled."""
@@ -119,6 +120,7 @@ class SGLangServer:
         port: 0 takes any free port (again at every start).
         families: model.families.
         routed_experts: answers can carry the experts of every token (of a mixture of experts).
+        match: learner.match_engine; exact: compute with ``megatron_retool.exact``, as the learner does.
         weights_stay: no weight sync brings the weights back that ``colocated`` releases: a copy waits in host memory.
     """
 
@@ -139,6 +141,7 @@ class SGLangServer:
         families: Sequence[str] = (),
         routed_experts: bool = False,
         weights_stay: bool = False,
+        match: str = "none",
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -157,6 +160,7 @@ class SGLangServer:
         self.families = tuple(families)
         self.routed_experts = routed_experts
         self.weights_stay = weights_stay
+        self.match = match
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
@@ -421,7 +425,7 @@ class SGLangServer:
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
-            environment |= cpu_environment(self.config.threads)
+            environment |= cpu_environment(self.config.threads) | {MATCH_VARIABLE: self.match}
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
@@ -481,6 +485,11 @@ class SGLangServer:
             EngineStartError: settings need a GPU, and this host has none, which a configuration alone does not tell.
         """
         config = self.config
+        if self.device == "cuda" and self.match == "exact":
+            raise EngineStartError(
+                "learner.match_engine=exact needs engines and learner on a CPU: set it to none, or "
+                "rollout.engine.device=cpu and learner.device=cpu"
+            )
         if self.device == "cpu" and config.speculative.algorithm is not None:
             raise EngineStartError(
                 f"rollout.engine.speculative.algorithm={config.speculative.algorithm} needs CUDA, and this host has no "

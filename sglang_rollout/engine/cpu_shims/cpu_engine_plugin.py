@@ -8,6 +8,7 @@ that is, only in processes which have this directory on their path.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import cpu_batch_invariance
@@ -55,13 +56,25 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
+    HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", sample, HookType.AROUND)
+    if os.environ.get("MEGATRON_RETOOL_MATCH_ENGINE") == "exact":
+        import cpu_exact
+
+        cpu_exact.register()
+    else:
+        register_layers()
+
+
+def register_layers() -> None:
+    """Exchange what layers compute, where it need not be the learner's numbers to the bit."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     layers = "sglang.srt.layers."
     HookRegistry.register(layers + "layernorm.RMSNorm.forward_native", rms_norm, HookType.AROUND)
     HookRegistry.register(layers + "activation.SiluAndMul.forward_native", silu_and_mul, HookType.AROUND)
     HookRegistry.register(
         layers + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding, HookType.AROUND
     )
-    HookRegistry.register(layers + "sampler.sampling_from_probs_torch", sample, HookType.AROUND)
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)

@@ -1,0 +1,127 @@
+"""What learner.match_engine=exact costs: CPU time of the learner and of an engine, against none.
+
+    python benchmarks/match_engine.py                          # the demo's shape in bfloat16
+    python benchmarks/match_engine.py --dtype float32 --requests 8
+
+The learner takes log-probs of random responses and makes an update from them; the engine answers some prompts, all at a
+time, with the same number of tokens. Both forms alternate. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.learner_work import (
+    SHAPES,
+    add_batch_arguments,
+    in_turns,
+    learner_settings,
+    long_tailed_batch,
+    print_ratios,
+    qwen2,
+    random_learner,
+)
+from megatron_retool.config import EngineConfig
+from megatron_retool.config.rollout import SamplingConfig
+from sglang_rollout.engine.base import GenerateRequest, StopConditions
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.process import SGLangServer
+
+FORMS = ("none", "exact")
+
+
+def learner_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
+    """CPU seconds of log-probs and an update, by form."""
+    shape = SHAPES[options.shape]
+    batch = long_tailed_batch(options, shape["vocab_size"])
+    count = batch.num_response_tokens
+    columns = {"advantages": np.full(count, 0.1), "loss_weights": batch.loss_mask / batch.loss_mask.sum()}
+    settings = {"dtype": options.dtype, **learner_settings(options)}
+    learners = {form: random_learner(qwen2(shape), lr=1e-4, match_engine=form, **settings) for form in FORMS}
+
+    def step(form: str) -> None:
+        old = learners[form].log_probs(batch)["log_probs"]
+        learners[form].update(batch.with_columns(old_log_probs=old, **columns))
+
+    device = torch.device("cpu")
+    found = in_turns({form: lambda form=form: step(form) for form in FORMS}, options.steps, 2, device)
+    return {form: [each.of(device) for each in times] for form, times in found.items()}
+
+
+def engine_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
+    """CPU seconds of an engine's processes for one round of answers, by form."""
+    shape = SHAPES[options.shape]
+    config = EngineConfig(
+        device="cpu", dtype=options.dtype, max_total_tokens=65536, max_running_requests=options.requests
+    )
+    seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        save_random(shape, options.dtype, directory / "model")
+        engines = {
+            form: stack.enter_context(
+                SGLangServer(config, model_path=directory / "model", log_file=directory / f"{form}.log", match=form)
+            )
+            for form in FORMS
+        }
+        for repetition in range(options.steps + 2):
+            for form in FORMS[:: 1 if repetition % 2 else -1]:
+                before = processor_seconds(engines[form])
+                asyncio.run(answers(engines[form].base_url, shape["vocab_size"], repetition, options))
+                if repetition >= 2:
+                    seconds[form].append(processor_seconds(engines[form]) - before)
+    return seconds
+
+
+def save_random(shape: dict[str, int], dtype: str, directory: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    Qwen2ForCausalLM(Qwen2Config(**shape)).to(getattr(torch, dtype)).save_pretrained(directory)
+
+
+async def answers(url: str, vocabulary: int, seed: int, options: argparse.Namespace) -> None:
+    rng = np.random.default_rng(seed)
+    sampling, stop = SamplingConfig(), StopConditions(end_of_sequence=False)
+    prompts = rng.integers(0, vocabulary, (options.requests, options.prompt_tokens)).tolist()
+    async with SGLangClient(url) as client:
+        requests = [GenerateRequest(prompt, options.answer_tokens, sampling, stop) for prompt in prompts]
+        await asyncio.gather(*(client.generate(request) for request in requests))
+
+
+def processor_seconds(engine: SGLangServer) -> float:
+    processes = psutil.Process(engine.pid).children(recursive=True)
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_batch_arguments(parser)
+    parser.add_argument("--shape", choices=("demo", "small"), default="demo")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--answer-tokens", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    print(f"{options.shape}, {options.dtype}, CPU time of one thread")
+    for name, measure in (("learner", learner_seconds), ("engine", engine_seconds)):
+        ratios = print_ratios({f"{name}, {form}": found for form, found in measure(options).items()})
+        print(f"{name}: {1 / ratios[f'{name}, exact']:.2f} of the speed without")
+    print(f"{time.perf_counter() - began:.0f} s in all", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which models ``operators`` covers; for every process that judges a configuration, so without numba and torch."""
+
+from __future__ import annotations
+
+from conversion.model.architecture import Architecture
+from megatron_retool.config import ConfigError
+
+
+def check_operators(architecture: Architecture) -> None:
+    """Raise ConfigError, with their names, where a model has operators that ``operators`` has not."""
+    if missing := missing_operators(architecture):
+        raise ConfigError(
+            f"learner.match_engine=exact does not know {', '.join(missing)}, which the model ({architecture.family}) "
+            "has: set it to none"
+        )
+
+
+def missing_operators(architecture: Architecture) -> list[str]:
+    """What a model has that ``exact.operators`` has not, in words."""
+    has = {
+        "latent attention": architecture.latent is not None,
+        "linear attention": bool(architecture.linear_layers),
+        "attention windows": architecture.sliding_window is not None,
+        "attention sinks": architecture.attention_sinks,
+        "attention gates": architecture.attention_gate,
+        f"the activation {architecture.activation}": architecture.activation != "silu",
+        "biases of the MLP": architecture.linear_bias,
+        "zero-centered norms": architecture.zero_centered_norm,
+        "norms over all heads": architecture.qk_norm_full_width,
+        "norms after a layer": architecture.post_norm or not architecture.pre_norm,
+        "rope scaling": architecture.rope_scaling is not None,
+        "layers without positions": bool(architecture.unrotated_layers),
+        "several frequencies": architecture.local_rope_theta is not None,
+        "queries that grow with the position": architecture.query_growth is not None,
+        "scaled embeddings": architecture.embedding_scale != 1.0,
+        "shared experts": bool(architecture.shared_expert_ffn_hidden_size),
+        f"routing by {architecture.router_scores}": architecture.is_moe and architecture.router_scores != "softmax",
+        "biases of the router": architecture.router_bias,
+        "groups of experts": architecture.router_groups is not None,
+        "scaled experts": architecture.is_moe and architecture.routed_scaling_factor not in (None, 1.0),
+    }
+    return [words for words, there in has.items() if there]

@@ -1,0 +1,262 @@
+"""The learner's side of learner.match_engine=exact: Megatron's layers with the forward pass of ``exact.operators``.
+
+The numbers are the engine's, to the bit; gradients are those of the ordinary operators at the same inputs. ``place``
+changes the classes of a built model's modules: parameters, their names and their gradients' way stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from conversion.model.architecture import Architecture
+from megatron_retool.config import ConfigError
+from megatron_retool.exact import operators
+from megatron_retool.exact.coverage import check_operators
+from megatron_retool.learner.attention import (
+    LocalPackedSequences,
+    PackedAttention,
+    RMSNorm,
+    SwiGLUMLP,
+    rms_norm,
+    rotary_embedding,
+)
+from megatron_retool.learner.precision import Acceleration
+from megatron_retool.learner.tree_attention import tree_attention
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The first tensor's numbers with the second's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor, ordinary: Tensor) -> Tensor:
+        return exact.view_as(exact)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
+
+
+def _with_gradient_of(exact: Tensor, ordinary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``exact``, which ``ordinary(*inputs)`` would be but for its rounding, with the latter's gradient."""
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
+        return exact
+    return _WithGradientOf.apply(exact, ordinary(*inputs))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return operators.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.size(-1))
+        grad_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.mm(rows.t(), x.reshape(-1, x.size(-1))) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias else None
+
+
+class ExactColumnParallelLinear(ColumnParallelLinear):
+    """On one tensor-parallel rank; a bias is added before the product is rounded."""
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[..., K] -> [..., N], and no bias that is still to be added."""
+        return _Linear.apply(input_, self.weight, self.bias), None
+
+
+class ExactRowParallelLinear(RowParallelLinear):
+    """On one tensor-parallel rank; a bias is added before the product is rounded."""
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[..., K] -> [..., N], and no bias that is still to be added."""
+        return _Linear.apply(input_, self.weight, self.bias), None
+
+
+class ExactRMSNorm(RMSNorm):
+    """Its sum of squares has one order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``RMSNorm.forward``."""
+        eps = float(self.eps or 0.0)
+        exact = operators.rms_norm(x, self.weight, eps)
+        return _with_gradient_of(exact, lambda x, weight: rms_norm(x, weight, eps, False), x, self.weight)
+
+
+def _silu_and_multiply(x: Tensor) -> Tensor:
+    def ordinary(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return _with_gradient_of(operators.silu_and_multiply(x), ordinary, x)
+
+
+class ExactSwiGLUMLP(SwiGLUMLP):
+    """With the exact activation between its linear layers."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        """The MLP's output and bias, for hidden states [t, 1, h]."""
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(_silu_and_multiply(gate_and_up))
+
+
+class ExactExpert(MLP):
+    """One expert: its gate multiplies what its activation leaves, as in Megatron."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        """The expert's output [t, h] and bias, for its tokens [t, h] and their gates, float32 [t]."""
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        activated = _silu_and_multiply(gate_and_up)
+        if per_token_scale is not None:
+            activated = (activated * per_token_scale.unsqueeze(-1)).to(hidden_states.dtype)
+        return self.linear_fc2(activated)
+
+
+class ExactRouter(TopKRouter):
+    """Chooses by logits that are rounded to the model's dtype, as transformers and SGLang do; ties by number."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """float32 [..., E]."""
+        return _Linear.apply(input, self.weight, None).float()
+
+    def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Gates, float32 [t, E], and which experts are chosen, bool [t, E]."""
+        logits = logits.reshape(-1, logits.size(-1))
+        normalized = not self.config.moe_router_pre_softmax
+
+        def own(scores: Tensor, count: int, *_groups: Any) -> tuple[Tensor, Tensor]:
+            experts = operators.top_experts(scores, count)
+            return scores.gather(1, experts), experts
+
+        replay: Any = self.router_replay
+        experts = (
+            own(logits, self.topk) if replay is None else replay.get_replay_topk(logits, self.topk, None, None, own)
+        )[1]
+        chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, experts, True)
+
+        def ordinary(logits: Tensor) -> Tensor:
+            if normalized:
+                return logits.masked_fill(~chosen, float("-inf")).softmax(-1)
+            return logits.softmax(-1) * chosen
+
+        exact = operators.expert_gates(logits, experts, normalized)
+        return _with_gradient_of(exact, ordinary, logits), chosen
+
+
+class ExactMixture(MoELayer):
+    """A mixture of experts on one rank, which adds up each token's experts in the order of their numbers."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[t, 1, h] -> the same, and no bias."""
+        rows = hidden_states.reshape(-1, hidden_states.size(-1))
+        gates, chosen = self.router(hidden_states)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts.local_experts):
+            taken = chosen[:, number].nonzero().squeeze(1)
+            # Experts without tokens take part with none: their gradient is zero, not missing.
+            output, _bias = expert(rows.index_select(0, taken), gates[:, number].index_select(0, taken))
+            out = out.index_add(0, taken, output)
+        return out.view(hidden_states.shape), None
+
+
+class ExactRotaryTable:
+    """In place of ``attention.RotaryTable``: cosines and sines in float32, once for each frequency."""
+
+    def __init__(self, theta: float, size: int) -> None:
+        self._theta, self._size = theta, size
+        self._tables = operators.rotary_table(theta, size, 256)
+
+    def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two tensors float32 [t, 1, r / 2] at ``positions`` (int64 [t], below ``max_length``)."""
+        if self._tables[0].size(0) < max_length:
+            self._tables = operators.rotary_table(self._theta, self._size, 2 * max_length)
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in self._tables)
+        return cos, sin
+
+
+class ExactAttention(PackedAttention):
+    """Causal attention whose sums run over each query's keys in the order of the text."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: LocalPackedSequences | None = None,
+        chosen: Any = None,
+    ) -> Tensor:
+        """As ``PackedAttention.forward``."""
+        packed = packed_seq_params
+        assert packed is not None
+        cos, sin = packed.cos, packed.sin
+        assert cos is not None and sin is not None
+        wide = torch.cat([cos, cos], -1).to(query.dtype), torch.cat([-sin, sin], -1).to(query.dtype)
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        narrow = cos.squeeze(1), sin.squeeze(1)
+        query, key = (
+            _with_gradient_of(operators.rotate(x, *narrow), lambda x: rotary_embedding(x, *wide), x)
+            for x in (query, key)
+        )
+        exact = operators.attention(query, key, value, *_key_places(packed), self.scale)
+
+        def ordinary(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if packed.tree is not None:
+                return tree_attention(query, key, value, packed.tree, self.scale)
+            return self._within_rank(query, key, value, packed.buckets, None)
+
+        out = _with_gradient_of(exact, ordinary, query, key, value)
+        return out.reshape(out.size(0), 1, -1)
+
+
+def _key_places(packed: LocalPackedSequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each token's keys lie in the stream; see ``SharedPrefixes.key_places``."""
+    if packed.tree is not None:
+        return packed.tree.key_places
+    bounds = packed.cu_seqlens_q.long()
+    tokens = torch.arange(int(bounds[-1]))
+    starts = bounds[torch.searchsorted(bounds, tokens, right=True) - 1]
+    return tokens, starts, tokens - starts + 1
+
+
+_EXACT: dict[type[Any], type[Any]] = {
+    ColumnParallelLinear: ExactColumnParallelLinear,
+    RowParallelLinear: ExactRowParallelLinear,
+    RMSNorm: ExactRMSNorm,
+    SwiGLUMLP: ExactSwiGLUMLP,
+    MLP: ExactExpert,
+    TopKRouter: ExactRouter,
+    MoELayer: ExactMixture,
+    PackedAttention: ExactAttention,
+}
+
+
+def place(chunks: Iterable[Any], architecture: Architecture, acceleration: Acceleration) -> None:
+    """Have model chunks of one tensor- and context-parallel rank compute with ``exact.operators``.
+
+    Raises:
+        ConfigError: the model has an operator that ``exact`` has not, or the machine has a GPU.
+    """
+    if acceleration.cuda:
+        raise ConfigError("learner.match_engine=exact is for CPUs: set it to none, or learner.device=cpu")
+    check_operators(architecture)
+    for chunk in chunks:
+        for module in chunk.modules():
+            module.__class__ = _EXACT.get(type(module), type(module))
+        chunk.exact = True
+        chunk._rotary_table = ExactRotaryTable(
+            architecture.rope_theta, architecture.rotary_dim or architecture.head_dim
+        )

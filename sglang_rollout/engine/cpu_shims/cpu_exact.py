@@ -1,0 +1,166 @@
+"""A CPU engine's layers in the arithmetic that the learner uses too (learner.match_engine=exact).
+
+In place of SGLang's layers stand ``megatron_retool.exact.operators``, which the learner's modules call as well: a token
+has the same log-prob, to the bit, in whatever batch, chunk or cached prefix the engine computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_retool.exact import operators
+
+_LAYERS = "sglang.srt.layers."
+_BACKEND = _LAYERS + "attention.torch_native_backend.TorchNativeAttnBackend."
+
+
+def register() -> None:
+    """Exchange the operators of a decoder's layers, head and sampler; ``cpu_engine_plugin`` calls it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in {
+        "layernorm.RMSNorm.forward_native": rms_norm,
+        "activation.SiluAndMul.forward_native": silu_and_mul,
+        "rotary_embedding.base.RotaryEmbedding.forward_native": rotary_embedding,
+        "quantization.unquant.UnquantizedLinearMethod.apply": linear,
+        "quantization.unquant.UnquantizedFusedMoEMethod.forward_native": experts,
+        "moe.topk.TopK.forward_native": choose_experts,
+        "logits_processor.LogitsProcessor._compute_lm_head": logits,
+        "attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode": decode_attention,
+        "attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": extend_attention,
+    }.items():
+        HookRegistry.register(_LAYERS + target, hook, HookType.REPLACE)
+    HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
+    HookRegistry.register(
+        _LAYERS + "logprob_processor.InputLogprobProcessor.__init__", keep_log_softmax, HookType.AROUND
+    )
+    torch.log_softmax = torch.nn.functional.log_softmax = log_softmax  # type: ignore[assignment]
+
+
+def take_log_softmax(original: Any, sampler: Any, *arguments: Any, **kwargs: Any) -> None:
+    """Have a sampler return log-softmax, as its deterministic mode does, and not the logarithm of probabilities."""
+    original(sampler, *arguments, **kwargs)
+    sampler.enable_deterministic = True
+
+
+def keep_log_softmax(original: Any, processor: Any, *arguments: Any, **kwargs: Any) -> None:
+    """Have a prompt's log-probs come from log-softmax too."""
+    original(processor, *arguments, **kwargs)
+    processor.enable_fast_input_logprobs = False
+
+
+def log_softmax(logits: torch.Tensor, dim: int = -1, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.log_softmax`` of rows [rows, vocabulary]."""
+    assert logits.dim() == 2 and dim in (-1, 1), "only rows of logits have an exact log-softmax"
+    return operators.log_softmax(logits.float())
+
+
+def rms_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
+    """Of x, or of x + residual as it is rounded, which is then returned too."""
+    if residual is not None:
+        x = x + residual
+    found = operators.rms_norm(x, norm.weight, norm.variance_epsilon)
+    return found if residual is None else (found, x)
+
+
+def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., 2 * features]"""
+    return operators.silu_and_multiply(x)
+
+
+def rotary_embedding(
+    rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query`` and ``key`` [tokens, heads * head size]."""
+    tables = getattr(rotary, "exact_tables", None)
+    if tables is None or len(tables[0]) <= int(positions.max()):
+        length = max(256, 2 * (int(positions.max()) + 1))
+        tables = rotary.exact_tables = operators.rotary_table(rotary.base, rotary.rotary_dim, length)
+    cos, sin = (table[positions] for table in tables)
+    first, second = (
+        operators.rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
+    )
+    return first, second
+
+
+def linear(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A layer's product with its weight, and its bias."""
+    return operators.linear(x, layer.weight, bias)
+
+
+def logits(processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+    """float32 [rows, vocabulary], never rounded to the model's dtype."""
+    return operators.linear(hidden, head.weight, bias, torch.float32)
+
+
+def choose_experts(chooser: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> Any:
+    """The experts of each token and their gates."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, capture_routed_experts_if_allowed
+
+    settings = chooser.topk_config
+    router_logits = router_logits.float()
+    chosen = operators.top_experts(router_logits, settings.top_k)
+    gates = operators.expert_gates(router_logits, chosen, settings.renormalize).gather(1, chosen)
+    capture_routed_experts_if_allowed(settings, chooser.layer_id, chosen.int())
+    return StandardTopKOutput(gates, chosen.int(), router_logits)
+
+
+def experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """The sum of each token's experts, in the order of their numbers."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    gates, chosen, _ = dispatch_output.topk_output
+    out = torch.zeros_like(x)
+    for number in chosen.unique().tolist():
+        rows, places = (chosen == number).nonzero(as_tuple=True)
+        activated = operators.silu_and_multiply(operators.linear(x[rows], layer.w13_weight[number]))
+        activated = (activated * gates[rows, places].unsqueeze(-1)).to(x.dtype)
+        out = out.index_add(0, rows, operators.linear(activated, layer.w2_weight[number]))
+    return StandardCombineInput(hidden_states=out)
+
+
+def decode_attention(
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *rest: Any,
+    scaling: float,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """One new token of each request against its cache. ``query`` and ``output`` [requests, heads, head size]."""
+    starts = req_pool_indices.long() * req_to_token.size(1)
+    return output.copy_(operators.attention(query, k_cache, v_cache, req_to_token, starts, seq_lens, scaling))
+
+
+def extend_attention(
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    *rest: Any,
+    scaling: float,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The new tokens of each request (a prompt, or a turn after a cached prefix) against its cache.
+
+    ``query`` and ``output`` [new tokens of all requests, heads, head size].
+    """
+    extend_lens = extend_lens.long()
+    starts = (req_pool_indices.long() * req_to_token.size(1)).repeat_interleave(extend_lens)
+    first = (extend_lens.cumsum(0) - extend_lens).repeat_interleave(extend_lens)
+    counts = prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts)) - first + 1
+    return output.copy_(operators.attention(query, k_cache, v_cache, req_to_token, starts, counts, scaling))

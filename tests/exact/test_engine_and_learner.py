@@ -1,0 +1,116 @@
+"""A real engine and the learner compute every token's log-prob to the same bit (learner.match_engine=exact)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.config import Config, EngineConfig, LearnerConfig
+from megatron_retool.config.rollout import SamplingConfig
+from megatron_retool.trajectory import TrajectoryBatch
+from sglang_rollout.engine.base import GenerateRequest, StopConditions
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.process import SGLangServer
+from tests.learner.tiny_models import hf_model
+
+TEMPERATURE = 0.7
+TURNS = ((5, 30), (9, 12), (21, 40), (3, 7), (33, 25), (40, 1), (2, 60), (17, 17))
+"""Of each text: tokens of the first prompt, and of each answer."""
+NEW_TOKENS = 6
+"""That a tool returns between two answers."""
+
+
+def batch_of(texts: list[tuple[list[int], list[int], list[float]]]) -> TrajectoryBatch:
+    """Of (prompt, response, the engine's log-probs of the response, 0 where a tool wrote)."""
+    prompts, responses, scores = zip(*texts, strict=True)
+    log_probs = np.concatenate([np.array(each, np.float32) for each in scores])
+    return TrajectoryBatch(
+        prompt_ids=np.concatenate([np.array(ids, np.int32) for ids in prompts]),
+        prompt_lengths=np.array([len(ids) for ids in prompts], np.int32),
+        response_ids=np.concatenate([np.array(ids, np.int32) for ids in responses]),
+        response_lengths=np.array([len(ids) for ids in responses], np.int32),
+        loss_mask=log_probs != 0,
+        rollout_log_probs=log_probs,
+        weight_versions=np.zeros(len(log_probs), np.int32),
+        turn_ids=np.zeros(len(log_probs), np.int32),
+        group_ids=np.arange(len(texts)),
+        indices=np.zeros(len(texts), np.int32),
+        rewards=np.zeros(len(texts), np.float32),
+    )
+
+
+async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
+    """Texts of two turns, sampled side by side, and what a prefill says of the same tokens."""
+    sampling = SamplingConfig(temperature=TEMPERATURE, top_p=1.0)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, vocab_size, 40).tolist()
+
+    async with SGLangClient(url) as client:
+
+        async def text(prompt_length: int, answer: int, seed: int) -> tuple[list[int], list[int], list[float]]:
+            prompt = shared[:prompt_length]
+            tool = np.random.default_rng(seed).integers(0, vocab_size, NEW_TOKENS).tolist()
+            response, scores = [], []
+            for turn in range(2):
+                if turn:
+                    response, scores = response + tool, scores + [0.0] * NEW_TOKENS
+                found = await client.generate(
+                    GenerateRequest(prompt + response, answer, sampling, StopConditions(end_of_sequence=False))
+                )
+                response, scores = response + list(found.output_ids), scores + list(found.log_probs)
+            return prompt, response, scores
+
+        texts = await asyncio.gather(*(text(*lengths, seed) for seed, lengths in enumerate(TURNS * 2)))
+        prefills = [await client.score(prompt + response) for prompt, response, _ in texts]
+    return list(texts), prefills
+
+
+def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]:
+    return [log_probs(directory, dtype, texts, share_prefixes=share) for share in (False, True)]
+
+
+def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> dict[str, Any]:
+    from megatron_retool.learner.learner import Learner
+
+    learner = LearnerConfig(**{"dtype": dtype, "match_engine": "exact", "max_tokens_per_micro_batch": 128, **options})
+    actor = Learner(
+        Config(learner=learner), optimizer=Config().learner.optimizer, total_optimizer_steps=1, hf_dir=directory
+    )
+    batch = batch_of(texts)
+    every_token = dataclasses.replace(batch, loss_mask=np.ones_like(batch.loss_mask))
+    return {
+        "sampled": actor.log_probs(batch, sampling=SamplingSettings(temperature=TEMPERATURE))["log_probs"],
+        "prefilled": actor.log_probs(every_token)["log_probs"],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_every_log_prob_is_the_same(family: str, dtype: str, tmp_path: Path) -> None:
+    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    config = EngineConfig(
+        device="cpu",
+        dtype=dtype,
+        max_total_tokens=8192,
+        max_running_requests=6,
+        extra_args=["--chunked-prefill-size", "16"],
+    )
+    with SGLangServer(config, model_path=tmp_path / "model", log_file=tmp_path / "engine.log", match="exact") as server:
+        texts, prefills = asyncio.run(play(server.base_url, model.config.vocab_size))
+    found = run_ranks(learn, 1, tmp_path / "ranks", tmp_path / "model", dtype, texts)
+    batch = batch_of(texts)
+    sampled = batch.loss_mask
+    assert sampled.sum() > 700
+    rows = [scores[len(prompt) - 1 :] for (prompt, *_), scores in zip(texts, prefills, strict=True)]
+    for each in found:
+        np.testing.assert_array_equal(each["sampled"][sampled], batch.rollout_log_probs[sampled])
+        np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))

@@ -1,0 +1,126 @@
+"""Each row's numbers are the same bits whatever rows stand beside it, and near those of torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from numba import njit
+
+from megatron_retool.exact import kernels, operators
+
+ROWS = st.integers(1, 40)
+SIZES = st.integers(1, 70)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+
+
+@njit
+def exponentials(x):
+    return np.array([kernels.exponential(each) for each in x])
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(operator: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor, cut: int) -> None:
+    """All rows at once, in two parts and one by one are the same bits, and near ``expected``."""
+    whole = operator(x)
+    assert torch.equal(whole, torch.cat([operator(x[:cut]), operator(x[cut:])]))
+    assert torch.equal(whole[-1:], operator(x[-1:]))
+    scale = expected.abs().max().clamp(min=1.0)
+    assert (whole.double() - expected).abs().max() / scale < BOUNDS[x.dtype]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, SIZES, SIZES, DTYPES, st.integers(0, 1000), st.booleans())
+def test_linear(rows: int, size: int, columns: int, dtype: torch.dtype, seed: int, biased: bool) -> None:
+    x, weight = normal((rows, size), dtype, seed), normal((columns, size), dtype, seed + 1)
+    bias = normal((columns,), dtype, seed + 2) if biased else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    check(lambda x: operators.linear(x, weight, bias), x, expected, rows // 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ROWS, SIZES, DTYPES, st.integers(0, 1000))
+def test_norm_and_activation(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = normal((rows, 2 * size), dtype, seed), normal((2 * size,), dtype, seed + 1)
+    wide = x.double()
+    expected = torch.nn.functional.rms_norm(wide, weight.shape, weight.double(), 1e-5)
+    check(lambda x: operators.rms_norm(x, weight, 1e-5), x, expected, rows // 3)
+    expected = torch.nn.functional.silu(wide[:, :size]) * wide[:, size:]
+    check(operators.silu_and_multiply, x, expected, rows // 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.sampled_from([(4, 2), (4, 4), (6, 1)]), DTYPES, st.integers(0, 1000))
+def test_attention(length: int, prefix: int, heads: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    """A text in one piece, behind other texts; token by token; and from slots of a cache in another order."""
+    size, scale = 12, 0.3
+    query = normal((length, heads[0], size), dtype, seed)
+    key, value = (normal((length, heads[1], size), dtype, seed + each) for each in (1, 2))
+    places = torch.arange(length)
+    whole = operators.attention(query, key, value, places, torch.zeros(length), places + 1, scale)
+    one_by_one = [
+        operators.attention(query[i : i + 1], key, value, places, torch.zeros(1), torch.tensor([i + 1]), scale)
+        for i in range(length)
+    ]
+    assert torch.equal(whole, torch.cat(one_by_one))
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(length + prefix))
+    cache_key, cache_value = (torch.zeros(length + prefix, heads[1], size, dtype=dtype) for _ in range(2))
+    slots = order[prefix:]
+    cache_key[slots], cache_value[slots] = key, value
+    starts = torch.full((length,), prefix)
+    cached = operators.attention(query, cache_key, cache_value, order.int(), starts, places + 1, scale)
+    assert torch.equal(whole, cached)
+    wide = [x.double().transpose(0, 1)[None] for x in (query, key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=scale, enable_gqa=True)
+    assert (whole.double() - expected[0].transpose(0, 1)).abs().max() < 4 * BOUNDS[dtype]
+
+
+@settings(max_examples=30, deadline=None)
+@given(ROWS, SIZES, st.integers(0, 1000))
+def test_log_softmax_and_experts(rows: int, size: int, seed: int) -> None:
+    logits = 5 * normal((rows, size + 1), torch.float32, seed)
+    expected = logits.double().log_softmax(-1)
+    check(operators.log_softmax, logits, expected, rows // 2)
+    padded = torch.cat([logits, torch.full((rows, 7), -torch.inf)], 1)
+    assert torch.equal(operators.log_softmax(padded)[:, : size + 1], operators.log_softmax(logits))
+    count = min(4, size + 1)
+    experts = operators.top_experts(logits, count)
+    assert torch.equal(experts, logits.topk(count, dim=1).indices)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+    for normalized in (False, True):
+        among = chosen if normalized else torch.ones_like(chosen)
+        expected = logits.double().masked_fill(~among, -torch.inf).softmax(-1)
+        gates = operators.expert_gates(logits, experts, normalized)
+        assert (gates.double() - expected * chosen).abs().max() < 1e-6
+
+
+def test_equal_logits_take_the_first_experts() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
+    assert operators.top_experts(logits, 2).tolist() == [[1, 2]]
+
+
+def test_the_rotation_is_torchs() -> None:
+    x = normal((9, 4, 16), torch.float32, 0)
+    cos, sin = (table[3:12] for table in operators.rotary_table(1e4, 12, 40))
+    found = operators.rotate(x, cos, sin)
+    first, second = x[..., :6], x[..., 6:12]
+    wide_cos, wide_sin = cos[:, None], sin[:, None]
+    expected = torch.cat([first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin, x[..., 12:]], -1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [-87.5, -30.0, -1.0])
+def test_the_exponential_is_right_to_a_unit_in_the_last_place(start: float) -> None:
+    x = np.linspace(start, min(0.0, start + 30), 100_001).astype(np.float32)
+    found = exponentials(x)
+    expected = np.exp(x.astype(np.float64))
+    assert np.abs(found / expected - 1)[x >= -87.0].max() < 2**-23
+    assert not found[x < -87.0].any()

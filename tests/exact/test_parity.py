@@ -1,0 +1,36 @@
+"""With learner.match_engine=exact log-probs, gradients and weights are transformers' within the usual bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conversion.model.architecture import Architecture
+from megatron_retool.admission import parity
+from megatron_retool.admission.layouts import Case
+from megatron_retool.admission.ranks import run_ranks
+from tests.learner.tiny_models import hf_model
+
+CASES = [
+    Case("one process", 1, {"match_engine": "exact"}),
+    Case("shared prefixes", 1, {"match_engine": "exact", "share_prefixes": True}),
+    Case("recompute", 1, {"match_engine": "exact"}, recompute="full"),
+]
+TWO_RANKS = [Case("pp2", 2, {"match_engine": "exact", "pipeline_model_parallel_size": 2})]
+
+
+def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
+    return {case.name: parity.compare(case, directory) for case in cases}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    model = hf_model(family, num_hidden_layers=2)
+    model.save_pretrained(directory)
+    parity.write_reference(model, Architecture.from_pretrained(directory), directory)
+    found = run_ranks(compare, 1, tmp_path / "one", CASES, directory)
+    found |= run_ranks(compare, 2, tmp_path / "two", TWO_RANKS, directory)
+    assert {name: parity.too_far(figures) for name, figures in found.items()} == dict.fromkeys(found, {})
+    assert all("gradient" in figures for figures in found.values())
