@@ -24,12 +24,12 @@ if [[ $# -eq 0 || "$*" == --all ]]; then
   which="not slow and not real_weights"
   # All of them; weights are downloaded only where the expression names them.
   if [[ $# -ne 0 ]]; then which="real_weights or not real_weights"; fi
-  # Whole runs and jobs keep all cores busy by themselves. Of the others, two files are tested at a time.
+  # Two files at a time. Whole runs and jobs, which keep more than a core busy, come last, beside one another.
   whole=(tests/end_to_end tests/slurm)
   status=0
   "$bin/python" -m pytest -m "$which" -n 2 --dist loadfile "${whole[@]/#/--ignore=}" || status=$?
   [[ "$status" -le 1 ]] || exit "$status"
-  "$bin/python" -m pytest -m "$which" "${whole[@]}" || status=$?
+  "$bin/python" -m pytest -m "$which" -n 2 --dist loadfile "${whole[@]}" || status=$?
   [[ "$status" -eq 1 ]] || exit "$status"
   # A deadline that is missed beside other tests shows nothing about the code; a fault also fails by itself.
   echo "test.sh: testing what failed again, one at a time" >&2

@@ -30,6 +30,7 @@ def missing_operators(architecture: Architecture) -> list[str]:
         "norms after a layer": architecture.post_norm or not architecture.pre_norm,
         "rope scaling": architecture.rope_scaling is not None,
         "layers without positions": bool(architecture.unrotated_layers),
+        "positions that rotate neighbouring features": architecture.rotary_pairs,
         "several frequencies": architecture.local_rope_theta is not None,
         "queries that grow with the position": architecture.query_growth is not None,
         "scaled embeddings": architecture.embedding_scale != 1.0,

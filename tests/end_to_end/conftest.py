@@ -86,7 +86,7 @@ class CommandLine:
         )
         return process, marker
 
-    def run(self, command: str, *overrides: str, timeout: float = 400) -> tuple[int, str]:
+    def run(self, command: str, *overrides: str, timeout: float = 800) -> tuple[int, str]:
         """Exit code and output; fails where a process outlives the command."""
         process, marker = self.start(command, *overrides)
         output, _ = process.communicate(timeout=timeout)

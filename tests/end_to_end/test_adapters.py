@@ -12,7 +12,7 @@ from megatron_retool.runs.metrics_file import read_metrics
 from tests.campaign.demo import write_config
 from tests.end_to_end.conftest import CommandLine
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from megatron_retool.trajectory import FinishReason, TrajectoryBatch, read_traje
 from tests.end_to_end.conftest import ROOT, FinishedRun
 from tests.end_to_end.test_run import learnt, steps
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 EXACT = ("prompt_ids", "response_ids", "loss_mask", "turn_ids", "weight_versions")
 OF_THE_AGENT = ("agent/", "rollout/finish_reason/")
 """Only the built-in loop knows that it was its limit of turns that ended a response."""

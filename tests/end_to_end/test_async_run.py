@@ -13,7 +13,7 @@ from megatron_retool.trajectory import read_trajectories
 from tests.campaign.demo import write_config
 from tests.end_to_end.conftest import CommandLine, kill_driver
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 STEPS = 5
 
 

@@ -16,7 +16,7 @@ from sglang_rollout.engine.process import SGLangServer
 from tests.campaign.demo import write_config
 from tests.end_to_end.conftest import CommandLine
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.slow

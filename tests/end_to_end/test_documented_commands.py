@@ -47,6 +47,7 @@ RESOLVED_ONLY = {
     "trainer.experiment_name=once": "tests/end_to_end/test_run.py makes a deterministic run twice",
     "trainer.experiment_name=mine": "gspo is such a run",
     "trainer.experiment_name=bf16": "the mixture of experts' engine computes in it",
+    "trainer.experiment_name=exact": "tests/end_to_end/test_match_engine.py makes a run with experts",
     "trainer.experiment_name=tp2": "the demo has two ranks too; tests/learner has each layout",
     "trainer.experiment_name=cp2": "the same",
     "trainer.experiment_name=from_20": "every run begins with such a directory, that of the fine-tuned model",
@@ -128,7 +129,7 @@ def test_documented_commands_run_as_written(clone: Path) -> None:
         line = f"timeout 10 {command}" if stays else command
         done = subprocess.run(
             ["bash", "-c", f"source .venv/bin/activate\n{line}"],
-            cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
+            cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200,
         )  # fmt: skip
         output = f"{command}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == (124 if stays else 0), output

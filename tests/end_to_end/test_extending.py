@@ -17,7 +17,7 @@ from tests.extending_page import write_snippets
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_snippets_of_the_page_train(demo_run: FinishedRun, tmp_path: Path) -> None:
     write_snippets(tmp_path)
     subprocess.run([sys.executable, "my_data.py"], cwd=tmp_path, check=True)

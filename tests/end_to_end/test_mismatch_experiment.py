@@ -15,7 +15,7 @@ from tests.end_to_end.conftest import ROOT, FinishedRun
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_quick_form_runs_and_is_not_run_twice(demo_run: FinishedRun, tmp_path):
     command = [
         sys.executable, "-m", "experiments.mismatch.collapse_search_dense", "--quick", "--base", str(demo_run.run_dir),

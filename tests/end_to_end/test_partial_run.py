@@ -15,7 +15,7 @@ from megatron_retool.trajectory import read_trajectories
 from sglang_rollout.agent.paused_groups import read_paused_groups
 from tests.end_to_end.conftest import FinishedRun, kill_driver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: FinishedRun):

@@ -18,7 +18,7 @@ from megatron_retool.trajectory import read_trajectories
 from tests.end_to_end.conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
 from tests.processes import descendants_named
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def steps(run_dir):
@@ -269,7 +269,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     wait_for((run_dir / "rollouts/step_000003.parquet").exists)
     for worker in descendants_named(process.pid, "ray::EngineWorker"):
         worker.kill()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
     assert "weight sync failed, restarting http://127.0.0.1" in output and "building the learner again" not in output
@@ -307,7 +307,7 @@ def test_death_of_a_node_that_ran_a_sandbox_does_not_stop_the_run(demo_run: Fini
             assert time.monotonic() < deadline
             time.sleep(0.05)
         nodes.remove_node(second, allow_graceful=False)
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
     finally:
         nodes.shutdown()
     assert process.returncode == 0, output
@@ -351,7 +351,7 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert pids_of(marker, "sglang.launch_server") == engine
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
     assert "learner rank" in output and "building the learner again (1 of 3)" in output

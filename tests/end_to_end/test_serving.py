@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "What is 17 * 23?"}]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_is_served_and_its_engine_comes_back(demo_run: FinishedRun) -> None:
     # The run's engine is seeded (trainer.deterministic): equal questions have equal answers.
     process, marker = start("serve", str(demo_run.run_dir), "--step", "2", "--port", "0", "--tools")
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_served_and_its_engine_comes_back(demo_run: FinishedRun)
         again = client.chat.completions.create(**greedy)
         assert again.choices[0].message.content == first.choices[0].message.content
         message = {"model": "any", "max_tokens": 40, "messages": QUESTION, "stop_sequences": ["1"]}
-        answer = httpx.post(f"{url}/v1/messages", json=message, timeout=300)
+        answer = httpx.post(f"{url}/v1/messages", json=message, timeout=600)
         assert answer.status_code == 200 and answer.json()["type"] == "message"
         health = httpx.get(f"{url}/health").json()
         assert health["status"] == "ok" and health["calls"] >= 3

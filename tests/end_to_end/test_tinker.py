@@ -35,7 +35,7 @@ def server(root: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
     make_model(tmp_path / "model")
     process, marker, url = server(tmp_path)

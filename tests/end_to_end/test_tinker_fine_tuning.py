@@ -91,7 +91,7 @@ async def through_tinker(config: Config, batches: list[TrajectoryBatch], directo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_both_ways_learn_the_same(demo_directory: Path, tmp_path: Path) -> None:  # noqa: F811
     config = configuration(demo_directory, tmp_path)
     fine_tune(config, QUIET)

@@ -11,7 +11,7 @@ from tests.end_to_end.conftest import FinishedRun
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_few_steps_with_transformers_as_engine(demo_run: FinishedRun):
     run_dir = demo_run.run_dir.with_name("reference")
     code, output = demo_run.command_line.run(

@@ -16,7 +16,7 @@ import pytest
 from megatron_retool.runs.metrics_file import read_metrics
 from tests.end_to_end.conftest import FinishedRun, copy_checkout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_commands_run_from_any_directory(installed: Path, demo_run: FinishedRun,
     def run(*words: str | Path) -> str:
         command = [installed / "bin" / words[0], *words[1:]]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

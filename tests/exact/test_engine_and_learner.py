@@ -16,7 +16,7 @@ from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, EngineConfig, LearnerConfig
 from megatron_retool.config.rollout import SamplingConfig
 from megatron_retool.trajectory import TrajectoryBatch
-from sglang_rollout.engine.base import GenerateRequest, StopConditions
+from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
 from tests.learner.tiny_models import hf_model
@@ -92,8 +92,15 @@ def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> 
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen2", "bfloat16"),
+        ("qwen3", "float32"),
+        ("qwen3_moe", "bfloat16"),
+        ("mixtral", "float32"),
+    ],
+)
 def test_every_log_prob_is_the_same(family: str, dtype: str, tmp_path: Path) -> None:
     model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
@@ -114,3 +121,12 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, tmp_path: Path) -> 
     for each in found:
         np.testing.assert_array_equal(each["sampled"][sampled], batch.rollout_log_probs[sampled])
         np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))
+
+
+def test_a_model_that_sglang_computes_with_transformers_is_refused(tmp_path: Path) -> None:
+    hf_model("seed_oss", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    config = EngineConfig(device="cpu", dtype="float32", max_total_tokens=1024)
+    server = SGLangServer(config, model_path=tmp_path / "model", log_file=tmp_path / "engine.log", match="exact")
+    with pytest.raises(EngineStartError):
+        server.start()
+    assert "SGLang computes this model with transformers'" in (tmp_path / "engine.log").read_text()

@@ -53,6 +53,8 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "llama": {"rope_parameters": _LLAMA_ROPE, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 16, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "seed_oss": {"head_dim": 8},
     "olmo2": {},
     "phi3": {"pad_token_id": None},
     "gemma3_text": {

@@ -11,6 +11,7 @@ from megatron_retool.algorithms.means import mean_metrics
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, reduce_metrics
 from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.config import load_config
+from megatron_retool.errors import OperationError
 from megatron_retool.loop.columns import (
     add_advantages,
     add_log_probs,
@@ -69,6 +70,20 @@ def test_mismatch_is_weighed_and_rejected():
     assert batch.columns["importance_weights"][0] == 2.0
     assert batch.columns["keep"].reshape(4, 4).any(1).tolist() == [True, False, True, True]
     assert metrics["rollout_corr/veto_fraction"] == 0.25 and metrics["rollout_corr/staleness/mean"] == 3.0
+
+
+def test_an_exact_run_ends_where_a_token_of_the_newest_weights_differs():
+    config = load_config(None, ["learner.match_engine=exact", "rollout.engine.dtype=bfloat16"])
+    rows = four()
+    batch = make_batch(*rows)
+    old = batch.rollout_log_probs.copy()
+    old[MASK.index(False)] = -7.0  # a tool's token has no log-prob of its own
+    _, metrics, _ = correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 0)
+    assert metrics["rollout_corr/log_prob_abs_diff"] == 0.0
+    old[4] = np.nextafter(old[4], np.float32(0))
+    with pytest.raises(OperationError, match="1 of 12 sampled tokens have another log-prob"):
+        correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 0)
+    correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 1)  # where older weights sampled it
 
 
 def test_bypass_reports_what_needs_no_learner():

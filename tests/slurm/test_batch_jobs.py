@@ -51,7 +51,7 @@ def test_signal_checkpoints_requeues_and_resumes(slurm: VirtualCluster, submit: 
 def test_driver_that_does_not_finish_in_time_is_ended_and_requeued(submit: Submitter) -> None:
     """Slurm itself signals the job before its time limit; a step that takes longer must not cost the requeue."""
     job = submit("does not leave", options=["--time=1", "--signal=B:USR1@50"])
-    job.wait_for_requeue(timeout=180)
+    job.wait_for_requeue(timeout=360)
     assert "SIGUSR1: the driver shall finish" in job.output()
     assert "no time left: ending the driver" in job.output()
     assert "the driver was ended after SIGUSR1: requeued" in job.output()

@@ -25,13 +25,13 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "-m", "megatron_retool", "make-demo", f"demo.directory={directory}",
          *(f"demo.{size}" for size in sizes)],
-        cwd=ROOT, check=True, timeout=120,
+        cwd=ROOT, check=True, timeout=240,
     )  # fmt: skip
     return directory
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path, tmp_path: Path) -> None:
     # A reward that varies inside a group whatever the untrained model writes, so that every step has a gradient.
     reward = tmp_path / "reward.py"
@@ -66,7 +66,7 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
         slurm.kill_node("node2")
         slurm.run(["scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=power"])
         slurm.start_node("node2")
-        slurm.wait_for_job(job, "COMPLETED", timeout=400)
+        slurm.wait_for_job(job, "COMPLETED", timeout=800)
     finally:
         slurm.run(["scancel", job], check=False)
         slurm.wait_for_idle()
@@ -87,7 +87,7 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_fine_tuning_with_a_rank_on_each_node(slurm: VirtualCluster, demo_data: Path, tmp_path: Path) -> None:
     stage = f"{{name: sft, train_files: [{demo_data}/sft.parquet], batch_size: 4, steps: 3, max_length: 256}}"
     overrides = [
@@ -101,7 +101,7 @@ def test_fine_tuning_with_a_rank_on_each_node(slurm: VirtualCluster, demo_data: 
     job = submitted.stdout.split()[-1]
     run_dir = tmp_path / "runs" / "demo"
     try:
-        slurm.wait_for_job(job, "COMPLETED", timeout=240)
+        slurm.wait_for_job(job, "COMPLETED", timeout=480)
     finally:
         slurm.run(["scancel", job], check=False)
         slurm.wait_for_idle()

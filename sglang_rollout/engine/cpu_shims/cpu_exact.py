@@ -36,7 +36,16 @@ def register() -> None:
     HookRegistry.register(
         _LAYERS + "logprob_processor.InputLogprobProcessor.__init__", keep_log_softmax, HookType.AROUND
     )
+    HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
     torch.log_softmax = torch.nn.functional.log_softmax = log_softmax  # type: ignore[assignment]
+
+
+def refuse_model(*arguments: Any, **kwargs: Any) -> None:
+    """Raise ValueError for a model that SGLang has no class for, and would compute with transformers' layers."""
+    raise ValueError(
+        "learner.match_engine=exact exchanges SGLang's layers, and SGLang computes this model with transformers': set "
+        "learner.match_engine=none"
+    )
 
 
 def take_log_softmax(original: Any, sampler: Any, *arguments: Any, **kwargs: Any) -> None:

@@ -1,0 +1,49 @@
+"""What does not go with learner.match_engine=exact is refused, with the setting and the cure."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_retool.config import ConfigError, load_config
+from megatron_retool.exact.coverage import check_operators
+from megatron_retool.planning.models import model_of_each_family, preset
+
+EXACT = ("learner.match_engine=exact", "rollout.engine.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.tensor_model_parallel_size=2",
+        "learner.context_parallel_size=2",
+        "learner.expert_model_parallel_size=2",
+        "rollout.engine.tensor_parallel_size=2",
+        "rollout.engine.dtype=float32",
+        "rollout.engine.backend=transformers",
+        "rollout.engine.device=cuda",
+        "rollout.engine.quantization=fp8",
+        "weight_sync.round_to=int4",
+        "learner.lora.rank=8",
+        "rollout.train.top_p=0.9",
+        "rollout.train.top_k=20",
+        "rollout.train.min_p=0.1",
+    ],
+)
+def test_settings(override: str) -> None:
+    load_config(None, list(EXACT))
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{key}=.* does not go with learner.match_engine=exact: .* set "):
+        load_config(None, [*EXACT, override, "learner.world_size=2"])
+
+
+def test_models() -> None:
+    known, refused = set(), {}
+    for family, model in model_of_each_family().items():
+        try:
+            check_operators(preset(model))
+            known.add(family)
+        except ConfigError as error:
+            refused[family] = str(error)
+    assert {"qwen2", "qwen3", "qwen3_moe"} <= known
+    assert "latent attention" in refused["deepseek_v3"] and "attention sinks" in refused["gpt_oss"]
+    assert all("set it to none" in message for message in refused.values())
