@@ -1,8 +1,9 @@
-"""Which models ``operators`` covers; for every process that judges a configuration, so without numba and torch."""
+"""Which models ``operators`` covers; for every process that judges a configuration, so without numba."""
 
 from __future__ import annotations
 
 from conversion.model.architecture import Architecture
+from conversion.model.rotary import query_factor
 from megatron_retool.config import ConfigError
 
 
@@ -17,6 +18,7 @@ def check_operators(architecture: Architecture) -> None:
 
 def missing_operators(architecture: Architecture) -> list[str]:
     """What a model has that ``exact.operators`` has not, in words."""
+    scaling = architecture.rope_scaling
     has = {
         "latent attention": architecture.latent is not None,
         "linear attention": bool(architecture.linear_layers),
@@ -28,8 +30,8 @@ def missing_operators(architecture: Architecture) -> list[str]:
         "zero-centered norms": architecture.zero_centered_norm,
         "norms over all heads": architecture.qk_norm_full_width,
         "norms after a layer": architecture.post_norm or not architecture.pre_norm,
-        "rope scaling": architecture.rope_scaling is not None,
-        "layers without positions": bool(architecture.unrotated_layers),
+        "longrope": scaling is not None and scaling.kind == "longrope",
+        "a factor of rotated features beside others": query_factor(architecture) != 1.0,
         "positions that rotate neighbouring features": architecture.rotary_pairs,
         "several frequencies": architecture.local_rope_theta is not None,
         "queries that grow with the position": architecture.query_growth is not None,

@@ -6,6 +6,7 @@ a gradient: the learner pairs each with the ordinary operator's (``learner.exact
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.to(x.dtype).view(x.shape)
 
 
-def rotary_table(theta: float, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [length, size / 2], of the angles position * theta^(-2i / size)."""
-    frequencies = float(theta) ** -(np.arange(0, size, 2, dtype=np.float64) / size)
-    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
+def rotary_table(frequencies: Sequence[float], length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [length, r / 2], of the angles position * frequency for r / 2 frequencies."""
+    angles = np.arange(length, dtype=np.float64)[:, None] * np.array(frequencies, np.float64)
     return torch.from_numpy(np.cos(angles).astype(np.float32)), torch.from_numpy(np.sin(angles).astype(np.float32))
 
 

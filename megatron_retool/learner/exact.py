@@ -6,7 +6,7 @@ changes the classes of a built model's modules: parameters, their names and thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from conversion.model.rotary import inverse_frequencies
 from megatron_retool.config import ConfigError
 from megatron_retool.exact import operators
 from megatron_retool.exact.coverage import check_operators
@@ -173,14 +174,14 @@ class ExactMixture(MoELayer):
 class ExactRotaryTable:
     """In place of ``attention.RotaryTable``: cosines and sines in float32, once for each frequency."""
 
-    def __init__(self, theta: float, size: int) -> None:
-        self._theta, self._size = theta, size
-        self._tables = operators.rotary_table(theta, size, 256)
+    def __init__(self, frequencies: Sequence[float]) -> None:
+        self._frequencies = frequencies
+        self._tables = operators.rotary_table(frequencies, 256)
 
     def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two tensors float32 [t, 1, r / 2] at ``positions`` (int64 [t], below ``max_length``)."""
         if self._tables[0].size(0) < max_length:
-            self._tables = operators.rotary_table(self._theta, self._size, 2 * max_length)
+            self._tables = operators.rotary_table(self._frequencies, 2 * max_length)
         cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in self._tables)
         return cos, sin
 
@@ -257,6 +258,4 @@ def place(chunks: Iterable[Any], architecture: Architecture, acceleration: Accel
         for module in chunk.modules():
             module.__class__ = _EXACT.get(type(module), type(module))
         chunk.exact = True
-        chunk._rotary_table = ExactRotaryTable(
-            architecture.rope_theta, architecture.rotary_dim or architecture.head_dim
-        )
+        chunk._rotary_table = ExactRotaryTable(inverse_frequencies(architecture).tolist())

@@ -41,6 +41,7 @@ from torch.nn import Parameter
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
+from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
@@ -62,7 +63,7 @@ from megatron_retool.learner.multi_token_prediction import PackedPredictor, Pred
 from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.performance import layer_options, pipeline_options
-from megatron_retool.learner.positions import inverse_frequencies, place_positions, query_growth, softmax_scale
+from megatron_retool.learner.positions import place_positions, query_growth
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.transformer_engine import choose_block_scales

@@ -33,6 +33,7 @@ from conversion.model.adapter_map import module_names, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.family import engine_class
+from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
@@ -50,7 +51,7 @@ CPU_SHIMS = _HERE / "cpu_shims"
 PLUGINS = _HERE / "sglang_plugins"
 EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
-MATCH_VARIABLE = "MEGATRON_RETOOL_MATCH_ENGINE"
+EXACT_VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 RESERVED_TOKENS = 7
 """Tokens of its context length that SGLang leaves free of a request's input (managers/tp_worker.py), two of them of the
 answer too. It gets so many more, so that rollout.engine.context_length can be filled."""
@@ -425,7 +426,11 @@ class SGLangServer:
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
-            environment |= cpu_environment(self.config.threads) | {MATCH_VARIABLE: self.match}
+            environment |= cpu_environment(self.config.threads)
+            if self.match == "exact":
+                architecture = Architecture.from_pretrained(self.model_path, self.families)
+                frequencies, scale = inverse_frequencies(architecture).tolist(), softmax_scale(architecture)
+                environment[EXACT_VARIABLE] = json.dumps({"frequencies": frequencies, "scale": scale})
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()

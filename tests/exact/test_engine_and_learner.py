@@ -92,17 +92,21 @@ def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> 
     }
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "settings"),
     [
-        ("qwen2", "bfloat16"),
-        ("qwen3", "float32"),
-        ("qwen3_moe", "bfloat16"),
-        ("mixtral", "float32"),
+        ("qwen2", "bfloat16", {}),
+        ("qwen3", "float32", {"rope_parameters": YARN}),
+        ("qwen3_moe", "bfloat16", {}),
+        ("mixtral", "float32", {}),
+        ("llama", "bfloat16", {}),
     ],
 )
-def test_every_log_prob_is_the_same(family: str, dtype: str, tmp_path: Path) -> None:
-    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512)
+def test_every_log_prob_is_the_same(family: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **settings)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
     config = EngineConfig(
         device="cpu",
@@ -130,3 +134,24 @@ def test_a_model_that_sglang_computes_with_transformers_is_refused(tmp_path: Pat
     with pytest.raises(EngineStartError):
         server.start()
     assert "SGLang computes this model with transformers'" in (tmp_path / "engine.log").read_text()
+
+
+async def seeded(url: str) -> list[tuple[list[int], list[float]]]:
+    sampling, stop = SamplingConfig(), StopConditions(end_of_sequence=False)
+    async with SGLangClient(url) as client:
+        requests = [GenerateRequest(list(range(3, 4 + n)), 5 + 3 * n, sampling, stop, seed=n) for n in range(12)]
+        found = await asyncio.gather(*(client.generate(request) for request in requests))
+    return [(list(each.output_ids), list(each.log_probs)) for each in found]
+
+
+def test_the_same_seeds_give_the_same_answers_in_any_batch(tmp_path: Path) -> None:
+    hf_model("qwen3", num_hidden_layers=2).bfloat16().save_pretrained(tmp_path / "model")
+    found = []
+    for requests in (1, 12):
+        config = EngineConfig(
+            device="cpu", dtype="bfloat16", max_total_tokens=2048, max_running_requests=requests, random_seed=3
+        )
+        log = tmp_path / f"engine_{requests}.log"
+        with SGLangServer(config, model_path=tmp_path / "model", log_file=log, match="exact") as server:
+            found.append(asyncio.run(seeded(server.base_url)))
+    assert found[0] == found[1]

@@ -109,7 +109,7 @@ def test_equal_logits_take_the_first_experts() -> None:
 
 def test_the_rotation_is_torchs() -> None:
     x = normal((9, 4, 16), torch.float32, 0)
-    cos, sin = (table[3:12] for table in operators.rotary_table(1e4, 12, 40))
+    cos, sin = (table[3:12] for table in operators.rotary_table([1e4 ** -(i / 6) for i in range(6)], 40))
     found = operators.rotate(x, cos, sin)
     first, second = x[..., :6], x[..., 6:12]
     wide_cos, wide_sin = cos[:, None], sin[:, None]

@@ -45,7 +45,7 @@ def test_frequencies_are_those_of_transformers(name: str, key: str) -> None:
     from transformers import AutoConfig
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-    from megatron_retool.learner.positions import inverse_frequencies, softmax_scale
+    from conversion.model.rotary import inverse_frequencies, softmax_scale
 
     scaling = {"rope_type": name.partition(",")[0], **STRETCHED[name]}
     base = {"rope_theta": 1000000.0}
@@ -61,7 +61,7 @@ def test_frequencies_are_those_of_transformers(name: str, key: str) -> None:
 
 
 def test_layers_with_a_window_have_plain_positions() -> None:
-    from megatron_retool.learner.positions import inverse_frequencies, softmax_scale
+    from conversion.model.rotary import inverse_frequencies, softmax_scale
 
     architecture = Architecture.from_hf_config(MODELS["olmo-3-7b"])
     plain = Architecture.from_hf_config({**MODELS["olmo-3-7b"], "rope_scaling": None})
@@ -72,7 +72,7 @@ def test_layers_with_a_window_have_plain_positions() -> None:
 
 
 def test_a_factor_on_a_part_of_each_head_is_the_queries() -> None:
-    from megatron_retool.learner.positions import query_factor, softmax_scale
+    from conversion.model.rotary import query_factor, softmax_scale
 
     whole, part = Architecture.from_hf_config(PHI_3_5_MINI), Architecture.from_hf_config(PHI_4_MINI)
     squared = 1 + math.log(32) / math.log(4096)

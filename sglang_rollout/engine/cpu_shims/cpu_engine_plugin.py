@@ -57,7 +57,7 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", sample, HookType.AROUND)
-    if os.environ.get("MEGATRON_RETOOL_MATCH_ENGINE") == "exact":
+    if os.environ.get("MEGATRON_RETOOL_EXACT_MODEL"):
         import cpu_exact
 
         cpu_exact.register()

@@ -6,6 +6,9 @@ has the same log-prob, to the bit, in whatever batch, chunk or cached prefix the
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 from typing import Any
 
 import torch
@@ -14,6 +17,16 @@ from megatron_retool.exact import operators
 
 _LAYERS = "sglang.srt.layers."
 _BACKEND = _LAYERS + "attention.torch_native_backend.TorchNativeAttnBackend."
+
+
+_tables: list[torch.Tensor] = []
+"""Cosines and sines of the positions that were needed up to now."""
+
+
+@functools.cache
+def _settings() -> dict[str, Any]:
+    """What the model's architecture says of positions and attention; whoever starts the engine knows it."""
+    return dict(json.loads(os.environ["MEGATRON_RETOOL_EXACT_MODEL"]))
 
 
 def register() -> None:
@@ -83,11 +96,10 @@ def rotary_embedding(
     rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``query`` and ``key`` [tokens, heads * head size]."""
-    tables = getattr(rotary, "exact_tables", None)
-    if tables is None or len(tables[0]) <= int(positions.max()):
-        length = max(256, 2 * (int(positions.max()) + 1))
-        tables = rotary.exact_tables = operators.rotary_table(rotary.base, rotary.rotary_dim, length)
-    cos, sin = (table[positions] for table in tables)
+    longest = int(positions.max()) + 1
+    if not _tables or len(_tables[0]) < longest:
+        _tables[:] = operators.rotary_table(_settings()["frequencies"], max(256, 2 * longest))
+    cos, sin = (table[positions] for table in _tables)
     first, second = (
         operators.rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
     )
@@ -141,12 +153,13 @@ def decode_attention(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     *rest: Any,
-    scaling: float,
     **kwargs: Any,
 ) -> torch.Tensor:
     """One new token of each request against its cache. ``query`` and ``output`` [requests, heads, head size]."""
     starts = req_pool_indices.long() * req_to_token.size(1)
-    return output.copy_(operators.attention(query, k_cache, v_cache, req_to_token, starts, seq_lens, scaling))
+    return output.copy_(
+        operators.attention(query, k_cache, v_cache, req_to_token, starts, seq_lens, _settings()["scale"])
+    )
 
 
 def extend_attention(
@@ -161,7 +174,6 @@ def extend_attention(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     *rest: Any,
-    scaling: float,
     **kwargs: Any,
 ) -> torch.Tensor:
     """The new tokens of each request (a prompt, or a turn after a cached prefix) against its cache.
@@ -172,4 +184,6 @@ def extend_attention(
     starts = (req_pool_indices.long() * req_to_token.size(1)).repeat_interleave(extend_lens)
     first = (extend_lens.cumsum(0) - extend_lens).repeat_interleave(extend_lens)
     counts = prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts)) - first + 1
-    return output.copy_(operators.attention(query, k_cache, v_cache, req_to_token, starts, counts, scaling))
+    return output.copy_(
+        operators.attention(query, k_cache, v_cache, req_to_token, starts, counts, _settings()["scale"])
+    )

@@ -51,8 +51,8 @@ def case(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 def scores(hf_config: dict[str, Any], query: torch.Tensor, key: torch.Tensor, length: int) -> torch.Tensor:
     """[HEADS, length, length] of the learner, with what the softmax multiplies."""
+    from conversion.model.rotary import inverse_frequencies, query_factor, softmax_scale
     from megatron_retool.learner.attention import RotaryTable, _Rotary
-    from megatron_retool.learner.positions import inverse_frequencies, query_factor, softmax_scale
 
     architecture = Architecture.from_hf_config(shrunk(hf_config, 4))
     rotated = architecture.rotary_dim or architecture.head_dim
