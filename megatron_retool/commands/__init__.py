@@ -50,6 +50,7 @@ COMMANDS = (
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"
     ),
+    Command("report operators", "which operator makes them differ", "megatron_retool.commands.report_operators"),
     Command("report referee", "which of the two is off, and where", "megatron_retool.commands.report_referee"),
     Command("check", "whether the files of a run are what was written", "megatron_retool.commands.check"),
     Command("config reference", "every setting: type, default, meaning", "megatron_retool.commands.config_reference"),

@@ -6,6 +6,13 @@ from conversion.model.architecture import Architecture
 from conversion.model.rotary import query_factor
 from megatron_retool.config import ConfigError
 
+OPERATORS = (
+    "norm", "qkv", "rotary", "attention", "attention_output", "mlp_up", "activation", "mlp_down", "router", "experts",
+    "head",
+)  # fmt: skip
+"""What engine and learner exchange, in the order of a layer. The four linear layers by what they are for; experts: both
+of an expert's products, its activation and the sum; head: output layer and log-softmax."""
+
 
 def check_operators(architecture: Architecture) -> None:
     """Raise ConfigError, with their names, where a model has operators that ``operators`` has not."""

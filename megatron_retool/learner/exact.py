@@ -6,7 +6,7 @@ changes the classes of a built model's modules: parameters, their names and thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.rotary import inverse_frequencies
 from megatron_retool.config import ConfigError
 from megatron_retool.exact import operators
-from megatron_retool.exact.coverage import check_operators
+from megatron_retool.exact.coverage import OPERATORS, check_operators
 from megatron_retool.learner.attention import (
     LocalPackedSequences,
     PackedAttention,
@@ -187,7 +187,12 @@ class ExactRotaryTable:
 
 
 class ExactAttention(PackedAttention):
-    """Causal attention whose sums run over each query's keys in the order of the text."""
+    """Causal attention whose sums run over each query's keys in the order of the text.
+
+    ``exact_operators``, which ``place`` sets, says whether rotation and attention are exact.
+    """
+
+    exact_operators: frozenset[str]
 
     def forward(
         self,
@@ -203,24 +208,30 @@ class ExactAttention(PackedAttention):
         """As ``PackedAttention.forward``."""
         packed = packed_seq_params
         assert packed is not None
-        cos, sin = packed.cos, packed.sin
-        assert cos is not None and sin is not None
-        wide = torch.cat([cos, cos], -1).to(query.dtype), torch.cat([-sin, sin], -1).to(query.dtype)
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        narrow = cos.squeeze(1), sin.squeeze(1)
-        query, key = (
-            _with_gradient_of(operators.rotate(x, *narrow), lambda x: rotary_embedding(x, *wide), x)
-            for x in (query, key)
-        )
-        exact = operators.attention(query, key, value, *_key_places(packed), self.scale)
+        if self.rotates:
+            query, key = self._rotated(query, packed), self._rotated(key, packed)
 
         def ordinary(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if packed.tree is not None:
                 return tree_attention(query, key, value, packed.tree, self.scale)
             return self._within_rank(query, key, value, packed.buckets, None)
 
-        out = _with_gradient_of(exact, ordinary, query, key, value)
+        if "attention" in self.exact_operators:
+            exact = operators.attention(query, key, value, *_key_places(packed), self.scale)
+            out = _with_gradient_of(exact, ordinary, query, key, value)
+        else:
+            out = ordinary(query, key, value)
         return out.reshape(out.size(0), 1, -1)
+
+    def _rotated(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
+        cos, sin = packed.cos, packed.sin
+        assert cos is not None and sin is not None
+        if "rotary" not in self.exact_operators:
+            return rotary_embedding(x, cos, sin)
+        wide = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
+        exact = operators.rotate(x, cos.squeeze(1), sin.squeeze(1))
+        return _with_gradient_of(exact, lambda x: rotary_embedding(x, *wide), x)
 
 
 def _key_places(packed: LocalPackedSequences) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +256,16 @@ _EXACT: dict[type[Any], type[Any]] = {
 }
 
 
-def place(chunks: Iterable[Any], architecture: Architecture, acceleration: Acceleration) -> None:
+def place(
+    chunks: Iterable[Any],
+    architecture: Architecture,
+    acceleration: Acceleration,
+    exchanged: Collection[str] = OPERATORS,
+) -> None:
     """Have model chunks of one tensor- and context-parallel rank compute with ``exact.operators``.
+
+    Args:
+        exchanged: of ``OPERATORS``; the others stay as they are.
 
     Raises:
         ConfigError: the model has an operator that ``exact`` has not, or the machine has a GPU.
@@ -254,8 +273,28 @@ def place(chunks: Iterable[Any], architecture: Architecture, acceleration: Accel
     if acceleration.cuda:
         raise ConfigError("learner.match_engine=exact is for CPUs: set it to none, or learner.device=cpu")
     check_operators(architecture)
+    exchanged = frozenset(exchanged)
     for chunk in chunks:
-        for module in chunk.modules():
-            module.__class__ = _EXACT.get(type(module), type(module))
-        chunk.exact = True
-        chunk._rotary_table = ExactRotaryTable(inverse_frequencies(architecture).tolist())
+        for name, module in chunk.named_modules():
+            if exchanged & _operators_of(name, module):
+                module.__class__ = _EXACT[type(module)]
+            if isinstance(module, ExactAttention):
+                module.exact_operators = exchanged
+        chunk.exact = "head" in exchanged
+        if "rotary" in exchanged:
+            chunk._rotary_table = ExactRotaryTable(inverse_frequencies(architecture).tolist())
+
+
+_LINEAR = {"linear_qkv": "qkv", "linear_proj": "attention_output", "linear_fc1": "mlp_up", "linear_fc2": "mlp_down"}
+_KINDS = {RMSNorm: {"norm"}, SwiGLUMLP: {"activation"}, TopKRouter: {"router"}, MoELayer: {"experts"}}
+
+
+def _operators_of(name: str, module: Any) -> set[str]:
+    """Those of ``OPERATORS`` for which the module, called ``name`` in its model, changes class."""
+    if type(module) not in _EXACT:
+        return set()
+    if type(module) is PackedAttention:
+        return {"rotary", "attention"}
+    if ".experts." in name:
+        return {"experts"}
+    return _KINDS.get(type(module)) or {_LINEAR.get(name.rpartition(".")[2], "")}

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
+from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
@@ -122,6 +123,7 @@ class SGLangServer:
         families: model.families.
         routed_experts: answers can carry the experts of every token (of a mixture of experts).
         match: learner.match_engine; exact: compute with ``megatron_retool.exact``, as the learner does.
+        exchanged: of its operators those that are; the others stay SGLang's.
         weights_stay: no weight sync brings the weights back that ``colocated`` releases: a copy waits in host memory.
     """
 
@@ -143,6 +145,7 @@ class SGLangServer:
         routed_experts: bool = False,
         weights_stay: bool = False,
         match: str = "none",
+        exchanged: Collection[str] = OPERATORS,
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -162,6 +165,7 @@ class SGLangServer:
         self.routed_experts = routed_experts
         self.weights_stay = weights_stay
         self.match = match
+        self.exchanged = tuple(exchanged)
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
@@ -430,7 +434,8 @@ class SGLangServer:
             if self.match == "exact":
                 architecture = Architecture.from_pretrained(self.model_path, self.families)
                 frequencies, scale = inverse_frequencies(architecture).tolist(), softmax_scale(architecture)
-                environment[EXACT_VARIABLE] = json.dumps({"frequencies": frequencies, "scale": scale})
+                settings = {"operators": self.exchanged, "frequencies": frequencies, "scale": scale}
+                environment[EXACT_VARIABLE] = json.dumps(settings)
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()

@@ -92,6 +92,10 @@ def read_learner(
         transformer_config = build_transformer_config(architecture, settings, layout, acceleration)
         (model,) = build_model_chunks(architecture, transformer_config, acceleration)
         _load(model, architecture, step.weights)
+        if settings.match_engine == "exact":
+            from megatron_retool.learner import exact
+
+            exact.place([model], architecture, acceleration)
         model.eval()
         packer = Packer(
             layout,

@@ -8,11 +8,12 @@ that is, only in processes which have this directory on their path.
 from __future__ import annotations
 
 import functools
-import os
+from collections.abc import Collection
 from typing import Any
 
 import cpu_batch_invariance
 import cpu_decode_attention
+import cpu_exact
 import cpu_layers
 import torch
 from cpu_compiled import takes
@@ -57,27 +58,26 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", sample, HookType.AROUND)
-    if os.environ.get("MEGATRON_RETOOL_EXACT_MODEL"):
-        import cpu_exact
-
+    if cpu_exact.exchanged():
         cpu_exact.register()
-    else:
-        register_layers()
+    register_layers(without=cpu_exact.exchanged())
 
 
-def register_layers() -> None:
-    """Exchange what layers compute, where it need not be the learner's numbers to the bit."""
+def register_layers(without: Collection[str]) -> None:
+    """Exchange what layers compute, but for operators that are the learner's to the bit."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     layers = "sglang.srt.layers."
-    HookRegistry.register(layers + "layernorm.RMSNorm.forward_native", rms_norm, HookType.AROUND)
-    HookRegistry.register(layers + "activation.SiluAndMul.forward_native", silu_and_mul, HookType.AROUND)
-    HookRegistry.register(
-        layers + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding, HookType.AROUND
-    )
-    HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
-    HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
-    HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
+    for operator, target, hook in (
+        ("norm", layers + "layernorm.RMSNorm.forward_native", rms_norm),
+        ("activation", layers + "activation.SiluAndMul.forward_native", silu_and_mul),
+        ("rotary", layers + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding),
+        ("attention", _BACKEND + "init_forward_metadata", forget_slots),
+        ("attention", _BACKEND + "_run_sdpa_forward_decode", decode_attention),
+        ("attention", _BACKEND + "_run_sdpa_forward_extend", extend_attention),
+    ):
+        if operator not in without:
+            HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def leave_memory_unpinned() -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron_retool.exact import operators
 
 _LAYERS = "sglang.srt.layers."
-_BACKEND = _LAYERS + "attention.torch_native_backend.TorchNativeAttnBackend."
+VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 
 
 _tables: list[torch.Tensor] = []
@@ -26,31 +26,44 @@ _tables: list[torch.Tensor] = []
 @functools.cache
 def _settings() -> dict[str, Any]:
     """What the model's architecture says of positions and attention; whoever starts the engine knows it."""
-    return dict(json.loads(os.environ["MEGATRON_RETOOL_EXACT_MODEL"]))
+    return dict(json.loads(os.environ[VARIABLE]))
+
+
+@functools.cache
+def exchanged() -> frozenset[str]:
+    """The operators of ``exact.coverage.OPERATORS`` that this engine computes as the learner does; empty: none."""
+    return frozenset(_settings()["operators"]) if VARIABLE in os.environ else frozenset()
 
 
 def register() -> None:
-    """Exchange the operators of a decoder's layers, head and sampler; ``cpu_engine_plugin`` calls it."""
+    """Exchange these operators; ``cpu_engine_plugin`` calls it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, hook in {
-        "layernorm.RMSNorm.forward_native": rms_norm,
-        "activation.SiluAndMul.forward_native": silu_and_mul,
-        "rotary_embedding.base.RotaryEmbedding.forward_native": rotary_embedding,
-        "quantization.unquant.UnquantizedLinearMethod.apply": linear,
-        "quantization.unquant.UnquantizedFusedMoEMethod.forward_native": experts,
-        "moe.topk.TopK.forward_native": choose_experts,
-        "logits_processor.LogitsProcessor._compute_lm_head": logits,
-        "attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode": decode_attention,
-        "attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": extend_attention,
-    }.items():
-        HookRegistry.register(_LAYERS + target, hook, HookType.REPLACE)
-    HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
-    HookRegistry.register(
-        _LAYERS + "logprob_processor.InputLogprobProcessor.__init__", keep_log_softmax, HookType.AROUND
-    )
+    attention = "attention.torch_native_backend.TorchNativeAttnBackend."
+    hooks: dict[str, tuple[tuple[str, Any], ...]] = {
+        "norm": (("layernorm.RMSNorm.forward_native", rms_norm),),
+        "rotary": (("rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding),),
+        "attention": (
+            (attention + "_run_sdpa_forward_decode", decode_attention),
+            (attention + "_run_sdpa_forward_extend", extend_attention),
+        ),
+        "activation": (("activation.SiluAndMul.forward_native", silu_and_mul),),
+        "router": (("moe.topk.TopK.forward_native", choose_experts),),
+        "experts": (("quantization.unquant.UnquantizedFusedMoEMethod.forward_native", experts),),
+        "head": (("logits_processor.LogitsProcessor._compute_lm_head", logits),),
+    }
+    for operator in exchanged() & hooks.keys():
+        for target, hook in hooks[operator]:
+            HookRegistry.register(_LAYERS + target, hook, HookType.REPLACE)
+    HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
+    HookRegistry.register(_LAYERS + "linear.RowParallelLinear.__init__", note_operator, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
-    torch.log_softmax = torch.nn.functional.log_softmax = log_softmax  # type: ignore[assignment]
+    if "head" in exchanged():
+        HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
+        HookRegistry.register(
+            _LAYERS + "logprob_processor.InputLogprobProcessor.__init__", keep_log_softmax, HookType.AROUND
+        )
+        torch.log_softmax = torch.nn.functional.log_softmax = log_softmax  # type: ignore[assignment]
 
 
 def refuse_model(*arguments: Any, **kwargs: Any) -> None:
@@ -106,9 +119,22 @@ def rotary_embedding(
     return first, second
 
 
-def linear(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A layer's product with its weight, and its bias."""
+    if _linear_operator(layer) not in exchanged():
+        return original(method, layer, x, bias)  # type: ignore[no-any-return]
     return operators.linear(x, layer.weight, bias)
+
+
+def note_operator(original: Any, layer: Any, *arguments: Any, prefix: str = "", **kwargs: Any) -> None:
+    """Of the layers that both attention and the MLP end with, remember which a new one is."""
+    original(layer, *arguments, prefix=prefix, **kwargs)
+    layer.exact_operator = "attention_output" if prefix.endswith("o_proj") else "mlp_down"
+
+
+def _linear_operator(layer: Any) -> str:
+    kinds = {"QKVParallelLinear": "qkv", "ReplicatedLinear": "router"}
+    return getattr(layer, "exact_operator", None) or kinds.get(type(layer).__name__, "mlp_up")
 
 
 def logits(processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
