@@ -265,6 +265,7 @@ def _check_exact(config: Config) -> None:
             "engines would have other weights: set it to null",
         ),
         f"learner.lora.rank={learner.lora.rank}": (bool(learner.lora.rank), "adapters are missing: set it to 0"),
+        "learner.mtp.train=true": (learner.mtp.train, "layers for multi-token prediction are missing: set it to false"),
         f"rollout.train.top_p={train.top_p}": (train.top_p < 1.0, "sample from the whole distribution: set it to 1"),
         f"rollout.train.top_k={train.top_k}": (train.top_k > 0, "sample from the whole distribution: set it to -1"),
         f"rollout.train.min_p={train.min_p}": (train.min_p > 0.0, "sample from the whole distribution: set it to 0"),

@@ -218,7 +218,7 @@ class ExactAttention(PackedAttention):
             return self._within_rank(query, key, value, packed.buckets, None)
 
         if "attention" in self.exact_operators:
-            exact = operators.attention(query, key, value, *_key_places(packed), self.scale)
+            exact = operators.attention(query, key, value, *_key_places(packed, query.size(0)), self.scale)
             out = _with_gradient_of(exact, ordinary, query, key, value)
         else:
             out = ordinary(query, key, value)
@@ -234,12 +234,12 @@ class ExactAttention(PackedAttention):
         return _with_gradient_of(exact, lambda x: rotary_embedding(x, *wide), x)
 
 
-def _key_places(packed: LocalPackedSequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each token's keys lie in the stream; see ``SharedPrefixes.key_places``."""
+def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the keys of each of the stream's ``count`` tokens lie; see ``SharedPrefixes.key_places``."""
     if packed.tree is not None:
         return packed.tree.key_places
     bounds = packed.cu_seqlens_q.long()
-    tokens = torch.arange(int(bounds[-1]))
+    tokens = torch.arange(count)
     starts = bounds[torch.searchsorted(bounds, tokens, right=True) - 1]
     return tokens, starts, tokens - starts + 1
 

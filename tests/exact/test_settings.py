@@ -24,6 +24,7 @@ EXACT = ("learner.match_engine=exact", "rollout.engine.dtype=bfloat16")
         "rollout.engine.quantization=fp8",
         "weight_sync.round_to=int4",
         "learner.lora.rank=8",
+        "learner.mtp.train=true",
         "rollout.train.top_p=0.9",
         "rollout.train.top_k=20",
         "rollout.train.min_p=0.1",
