@@ -90,6 +90,8 @@ def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatc
     monkeypatch.setattr(
         parallel.parallel_state, "initialize_model_parallel", lambda **_: called.append("initialize_model_parallel")
     )
+    monkeypatch.setattr(parallel.parallel_state, "get_context_parallel_group", lambda: None)
+    monkeypatch.setattr(parallel, "_context_groups", {})
     monkeypatch.setattr(parallel.tensor_parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
     parallel.initialize(layout, torch.device("cuda", 0), seed=0)
     assert [name for name in called if name != "is_initialized"] == [
