@@ -33,9 +33,7 @@ DENSE = {"intermediate_size": 64}
     ("family", "targets", "sizes"),
     [
         ("qwen3", ["attention", "mlp"], DENSE),
-        ("llama", ["attention", "mlp"], DENSE),
         ("gemma3_text", ["attention", "mlp"], DENSE),
-        ("olmo2", ["attention", "mlp"], DENSE),
         ("phi3", ["attention", "mlp"], DENSE),
         ("qwen3_moe", ["attention"], {}),
         ("glm4_moe", ["attention"], {}),
