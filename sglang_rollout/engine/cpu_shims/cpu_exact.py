@@ -127,7 +127,7 @@ def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.
 
 
 def note_operator(original: Any, layer: Any, *arguments: Any, prefix: str = "", **kwargs: Any) -> None:
-    """Of the layers that both attention and the MLP end with, remember which a new one is."""
+    """Remember of a new row-parallel layer whether attention or the MLP ends with it."""
     original(layer, *arguments, prefix=prefix, **kwargs)
     layer.exact_operator = "attention_output" if prefix.endswith("o_proj") else "mlp_down"
 
