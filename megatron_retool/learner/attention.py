@@ -236,19 +236,32 @@ class PackedAttention(MegatronModule):
         """
         packed = packed_seq_params
         assert isinstance(packed, LocalPackedSequences), "micro-batches are always packed"
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.rotates:
+            query, key = self._rotated(query, packed), self._rotated(key, packed)
+        out = self._attended(query, key, value, packed, chosen)
+        return out.reshape(out.size(0), 1, -1)
+
+    def _rotated(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
         cos, sin = packed.cos, packed.sin
         if self.window is not None and packed.local_cos is not None:
             cos, sin = packed.local_cos, packed.local_sin
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if self.rotates:
-            query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
+        return _Rotary.apply(x, cos, sin)
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: LocalPackedSequences,
+        chosen: tuple[KeyChoice, ...] | None,
+    ) -> Tensor:
+        """[t, heads, d] queries, [t, groups, d] keys and values -> [t, heads, d]."""
         if packed.tree is not None:
-            out = tree_attention(query, key, value, packed.tree, self.scale)
-        elif packed.cp_group is None:
-            out = self._within_rank(query, key, value, packed.buckets, chosen)
-        else:
-            out = self._across_ranks(query, key, value, packed.buckets, chosen, packed.cp_group)
-        return out.reshape(out.size(0), 1, -1)
+            return tree_attention(query, key, value, packed.tree, self.scale)
+        if packed.cp_group is None:
+            return self._within_rank(query, key, value, packed.buckets, chosen)
+        return self._across_ranks(query, key, value, packed.buckets, chosen, packed.cp_group)
 
     def _within_rank(
         self,

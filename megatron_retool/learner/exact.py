@@ -31,7 +31,6 @@ from megatron_retool.learner.attention import (
     rotary_embedding,
 )
 from megatron_retool.learner.precision import Acceleration
-from megatron_retool.learner.tree_attention import tree_attention
 
 
 class _WithGradientOf(torch.autograd.Function):
@@ -194,44 +193,21 @@ class ExactAttention(PackedAttention):
 
     exact_operators: frozenset[str]
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: LocalPackedSequences | None = None,
-        chosen: Any = None,
-    ) -> Tensor:
-        """As ``PackedAttention.forward``."""
-        packed = packed_seq_params
-        assert packed is not None
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if self.rotates:
-            query, key = self._rotated(query, packed), self._rotated(key, packed)
-
-        def ordinary(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if packed.tree is not None:
-                return tree_attention(query, key, value, packed.tree, self.scale)
-            return self._within_rank(query, key, value, packed.buckets, None)
-
-        if "attention" in self.exact_operators:
-            exact = operators.attention(query, key, value, *_key_places(packed, query.size(0)), self.scale)
-            out = _with_gradient_of(exact, ordinary, query, key, value)
-        else:
-            out = ordinary(query, key, value)
-        return out.reshape(out.size(0), 1, -1)
-
     def _rotated(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
         cos, sin = packed.cos, packed.sin
-        assert cos is not None and sin is not None
         if "rotary" not in self.exact_operators:
-            return rotary_embedding(x, cos, sin)
+            return super()._rotated(x, packed)
+        assert cos is not None and sin is not None
         wide = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
         exact = operators.rotate(x, cos.squeeze(1), sin.squeeze(1))
         return _with_gradient_of(exact, lambda x: rotary_embedding(x, *wide), x)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: LocalPackedSequences, chosen: Any) -> Tensor:
+        ordinary = super()._attended
+        if "attention" not in self.exact_operators:
+            return ordinary(query, key, value, packed, chosen)
+        exact = operators.attention(query, key, value, *_key_places(packed, query.size(0)), self.scale)
+        return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
 
 
 def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,7 +247,7 @@ def place(
         ConfigError: the model has an operator that ``exact`` has not, or the machine has a GPU.
     """
     if acceleration.cuda:
-        raise ConfigError("learner.match_engine=exact is for CPUs: set it to none, or learner.device=cpu")
+        raise ConfigError("learner.match_engine=exact is for hosts without a GPU, and this one has one: set it to none")
     check_operators(architecture)
     exchanged = frozenset(exchanged)
     for chunk in chunks:

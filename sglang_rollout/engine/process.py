@@ -497,8 +497,8 @@ class SGLangServer:
         config = self.config
         if self.device == "cuda" and self.match == "exact":
             raise EngineStartError(
-                "learner.match_engine=exact needs engines and learner on a CPU: set it to none, or "
-                "rollout.engine.device=cpu and learner.device=cpu"
+                "learner.match_engine=exact is for hosts without a GPU, and this engine would run on one: set it to "
+                "none"
             )
         if self.device == "cpu" and config.speculative.algorithm is not None:
             raise EngineStartError(
