@@ -1,14 +1,18 @@
-"""The frequencies of rotary positions and what belongs to them, as a model's architecture says."""
+"""The frequencies of rotary positions and what belongs to them, as a model's architecture says.
+
+Imports torch only where frequencies are computed: checks of a configuration read the factors.
+"""
 
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from conversion.model.architecture import Architecture
 from conversion.model.position_config import RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tensor:
@@ -22,6 +26,8 @@ def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tens
     Args:
         local: of the layers with a window, by ``local_rope_theta``.
     """
+    import torch
+
     theta, scaling = architecture.rope_theta, architecture.rope_scaling
     if local:
         assert architecture.local_rope_theta is not None
@@ -47,6 +53,8 @@ def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tens
 def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """What rotates often over the original positions stays, what rotates seldom is divided by ``factor``, between them
     a ramp over the dimensions (YaRN, arXiv:2309.00071, section 3.2)."""
+    import torch
+
     dimension = 2 * frequencies.numel()
 
     def where(rotations: float) -> float:
