@@ -122,6 +122,10 @@ class Session:
         avoid: RoutedEngine | None = None
         failing_since: float | None = None
         called = time.monotonic()
+        if self._lease is not None and not self._lease.engine.alive:
+            # It died, or was taken out of the run, while the trajectory was elsewhere.
+            avoid, failing_since = self._lease.engine, called
+            self.close()
         self.sampling = True
         try:
             while True:
@@ -177,10 +181,13 @@ class Session:
         """The engine knows the trajectory's request under this id now; None: under none."""
         requests = self._in_flight.requests
         if self._request_id is not None:
-            requests.pop(self._request_id, None)
+            engine = requests.pop(self._request_id, None)
+            if engine is not None:
+                engine.requests.discard(self._request_id)
         self._request_id = request_id
         if request_id is not None and self._lease is not None:
             requests[request_id] = self._lease.engine
+            self._lease.engine.requests.add(request_id)
 
     async def _judge(self, engine: RoutedEngine, state: TrajectoryState, error: EngineClientError) -> None:
         """Decide whether a failure means that the engine is gone; raise where failing has become a habit."""

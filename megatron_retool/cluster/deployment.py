@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_retool.cluster.engine_changes import EngineChanges
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.engine_weights import EngineWeights
 from megatron_retool.cluster.gpu_phases import GpuPhases
@@ -182,6 +183,9 @@ class Deployment:
                 restart_engine=self.weights.restart,
             )
         )
+        if self.with_learner:
+            changes = EngineChanges(config.run_dir, self.engines, self.weights, self.rollout.engines, self._say)
+            await self._stack.enter_async_context(changes.followed())
 
     async def _start_engines(self) -> None:
         engine = self.config.rollout.engine
@@ -232,7 +236,9 @@ class Deployment:
         """
         for group in self.models.values():
             group.kill()
-        lost = lost_nodes(self._placement.node_ids)
+        ids = self._placement.node_ids
+        # Engines of a node that is gone are left out; learner and critic have their places.
+        lost = lost_nodes([ids[node] for node in sorted(self._placement.nodes_of("learner", "critic"))] if ids else ())
         if lost:
             raise OperationError(
                 f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
@@ -272,6 +278,9 @@ class Deployment:
             watch = asyncio.create_task(kept_running(server, self._warn))
             self._stack.callback(watch.cancel)
         await self._stack.enter_async_context(self.tools)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
 
     def _warn(self, text: str) -> None:
         self.console.print(text, style="yellow", markup=False)

@@ -1,4 +1,7 @@
-"""The weights that the engines serve: sent after every step, and again to an engine that had to be restarted."""
+"""The weights that the engines serve: sent after every step, and to an engine that was restarted or added since.
+
+An engine that does not start again is left out, as long as there is another.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from megatron_retool.cluster.engine_group import EngineGroup
+from megatron_retool.cluster.engine_group import GONE, EngineGroup
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
@@ -53,9 +56,14 @@ class EngineWeights:
         check: LogProbCheck | None = None,
     ) -> None:
         self.version = 0
-        self._starts: dict[str, asyncio.Future[str]] = {}
+        self._starts: dict[str, asyncio.Future[str | None]] = {}
         """Engines that are being restarted, by the URL of the dead one."""
         self._sending = asyncio.Lock()
+        self._settled = asyncio.Event()
+        """The learner's weights are those of ``version``."""
+        self._settled.set()
+        self._current: set[str] = set()
+        """Engines that serve ``version``."""
         self._engines = engines
         self._model_path = model_path
         self._source = source
@@ -64,6 +72,11 @@ class EngineWeights:
         self._starting = starting
         self._console = console
         self._check = check
+
+    async def before_update(self) -> None:
+        """The learner is about to change its weights: until the next ``sync`` no engine gets them in between."""
+        async with self._sending:
+            self._settled.clear()
 
     async def sync(self, version: int) -> dict[str, float]:
         """Give every engine the learner's weights; returns when each of them serves ``version``.
@@ -80,17 +93,20 @@ class EngineWeights:
         async with self._sending:
             async with self._gpu_phases.syncing():
                 for left in reversed(range(SYNC_ATTEMPTS)):
+                    urls = self._engines.urls
                     try:
-                        metrics = await self._send(self._engines.urls, version)
+                        metrics = await self._send(urls, version)
                         break
                     except WeightSyncError as error:
                         if not left:
                             raise
                         await self._restart_culprits(error)
                 self.version = version
+                self._current = set(urls)
+                self._settled.set()
                 # The learner leaves the GPUs with this block, and only then the engines can generate.
                 if self._check is not None:
-                    await self._check.score_by(self._source(), self._engines.urls)
+                    await self._check.score_by(self._source(), urls)
             if self._check is not None:
                 # Those of earlier comparisons: the first sync of a run belongs to no step.
                 metrics = metrics | self._check.take_metrics()
@@ -99,7 +115,6 @@ class EngineWeights:
 
     async def _send(self, urls: Sequence[str], version: int) -> dict[str, float]:
         assert self._source is not None
-        urls = list(urls)  # those of the engines change with a restart
         metrics = await self._source().sync_weights(self._engines.by_sender(urls), version)
         if isinstance(self._engines.engine, AdapterEngine):
             await self._engines.engine.serve(version, urls)
@@ -107,8 +122,7 @@ class EngineWeights:
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
         culprits = getattr(error, "cause", error).engines
-        text = f"weight sync failed, restarting {', '.join(culprits)}: {error}"
-        self._console.print(text, style="yellow", markup=False)
+        self._warn(f"weight sync failed, restarting {', '.join(culprits)}: {error}")
         if not culprits:
             raise error
         await asyncio.gather(*(self._replace(url) for url in culprits))
@@ -122,52 +136,111 @@ class EngineWeights:
         """Bring a dead engine back with the current weights, at the URL returned; the others go on meanwhile.
 
         Returns:
-            None: it was replaced already, by a weight sync that met its death first.
+            None: it was replaced already, by a weight sync that met its death first, or does not start again.
         """
+        new_url = await self._start_again(url)
+        return None if new_url is None else await self._bring_up(new_url)
+
+    async def add(self) -> int | None:
+        """Start one more engine, with the current weights; its number. The others go on meanwhile.
+
+        Returns:
+            None: it died before it had them, and did not start again.
+
+        Raises:
+            ConfigError: there is no place for it.
+            EngineStartError: it did not start.
+        """
+        with self._starting.phase(Phase.START_ENGINE_AGAIN):
+            number = await self._engines.add(self._model_path)
+        url = self._engines.url(number)
+        self._is_new(url)
+        return None if await self._bring_up(url) is None else number
+
+    async def remove(self, number: int) -> None:
+        """End an engine that has no requests any more."""
+        async with self._sending:
+            await self._engines.remove(number)
+
+    async def _bring_up(self, url: str) -> str | None:
+        """Give the current weights to an engine that has just started; its URL, which changes where it dies meanwhile.
+
+        None: it did not start again.
+        """
+        if self._source is None:
+            return url
         for left in reversed(range(SYNC_ATTEMPTS)):
-            new_url = await self._start_again(url)
-            if new_url is None or self._source is None:
-                break
             try:
-                # Compared at the next sync: until then the learner may be changing its weights, or have no room.
-                async with self._sending, self._gpu_phases.sending_to_one():
-                    await self._send([new_url], self.version)
+                await self._send_to_one(url)
                 break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
-                text = f"engine {new_url} is back without the current weights: {error}"
-                self._console.print(text, style="yellow", markup=False)
+                self._warn(f"engine {url} is there without the current weights: {error}")
                 break
             except WeightSyncError:
                 # It died once more, before it served anybody.
                 if not left:
                     raise
+                new_url = await self._start_again(url)
+                if new_url is None:
+                    return None
                 url = new_url
-        return new_url
+        return url
+
+    async def _send_to_one(self, url: str) -> None:
+        """Send the weights of ``version``, once the learner has no others, unless a sync comes first."""
+        while url not in self._current:
+            await self._settled.wait()
+            # Compared at the next sync: until then the learner may be changing its weights, or have no room.
+            async with self._sending, self._gpu_phases.sending_to_one():
+                if self._settled.is_set() and url not in self._current:
+                    await self._send([url], self.version)
+                    self._current.add(url)
 
     async def _start_again(self, url: str) -> str | None:
         """The new URL; rollout and a weight sync may meet the same death, and share one start."""
         if url not in self._starts:
-            if url not in self._engines.urls:
+            number = self._engines.number(url)
+            if number is None:
                 return None
-            start = self._starts[url] = asyncio.ensure_future(self._start(url))
+            start = self._starts[url] = asyncio.ensure_future(self._start(number, url))
             start.add_done_callback(lambda _: self._starts.pop(url))
         # One who asks may be cancelled; the other still waits.
         return await asyncio.shield(self._starts[url])
 
-    async def _start(self, url: str) -> str:
+    async def _start(self, number: int, url: str) -> str | None:
         with self._starting.phase(Phase.START_ENGINE_AGAIN):
-            place = self._engines.urls.index(url)
+            new_url = await self._started(number, url)
+        if new_url is not None:
+            self._is_new(new_url)
+        return new_url
+
+    async def _started(self, number: int, url: str) -> str | None:
+        """The new URL; None where the engine does not start, and others go on without it."""
+        try:
             try:
-                new_url = await self._engines.restart(place, self._model_path)
+                return await self._engines.restart(number, self._model_path)
             except EngineStartError as error:
                 # What kills an engine may kill it while it starts, too: once more is worth its time.
-                text = f"engine {url} did not restart, trying once more: {error}"
-                self._console.print(text, style="yellow", markup=False)
-                new_url = await self._engines.restart(place, self._model_path)
-        self._gpu_phases.restarted(new_url)
+                self._warn(f"engine {url} did not restart, trying once more: {error}")
+                return await self._engines.restart(number, self._model_path)
+        except (EngineStartError, *GONE) as error:
+            if self._engines.stopped or len(self._engines.urls) == 1:
+                raise
+            self._engines.give_up(number)
+            count = len(self._engines.urls)
+            left = "the other engine goes on" if count == 1 else f"the other {count} engines go on"
+            self._warn(f"engine {url} does not start again, {left}: {error}")
+            return None
+
+    def _is_new(self, url: str) -> None:
+        """Forget what an engine that had this URL before was known to have."""
+        self._current.discard(url)
+        self._gpu_phases.restarted(url)
         if isinstance(self._engines.engine, AdapterEngine):
-            self._engines.engine.restarted(new_url)
+            self._engines.engine.restarted(url)
         if self._check is not None:
-            self._check.restarted(new_url)
-        return new_url
+            self._check.restarted(url)
+
+    def _warn(self, text: str) -> None:
+        self._console.print(text, style="yellow", markup=False)

@@ -44,13 +44,49 @@ class Placement:
         """This plan on the nodes of a running Ray, in order of ``Slot.node``; empty: Ray chooses."""
         return dataclasses.replace(self, node_ids=tuple(node_ids))
 
+    def with_engine(self, number: int, gpus: int, nodes: Sequence[int]) -> Placement:
+        """This plan and one more engine.
+
+        Args:
+            number: its rank.
+            gpus: as many in a row that no process has; on hosts without GPUs it goes where the fewest engines are.
+            nodes: that may be taken, in order.
+
+        Raises:
+            ConfigError: the engines share their GPUs with the learner, or no node has as many free.
+        """
+        if self.colocated:
+            raise ConfigError(
+                "engines and learner take turns on the same GPUs (cluster.placement=colocated): no engine can be added"
+            )
+        per_node = self.gpus_per_node
+        if not per_node:
+            node = min(nodes, key=lambda node: sum(slot.node == node for slot in self.slots if slot.role == "engine"))
+            return dataclasses.replace(self, slots=(*self.slots, Slot("engine", number, node, ())))
+        taken = {gpu for slot in self.slots for gpu in slot.gpus}
+        for node in nodes:
+            for first in range(node * per_node, (node + 1) * per_node - gpus + 1):
+                own = tuple(range(first, first + gpus))
+                if taken.isdisjoint(own):
+                    return dataclasses.replace(self, slots=(*self.slots, Slot("engine", number, node, own)))
+        raise ConfigError(
+            f"an engine takes {gpus} GPU{'s' if gpus > 1 else ''} of one node (rollout.engine.tensor_parallel_size), "
+            f"and none of the nodes that weight_sync.method reaches ({len(nodes)} of {per_node} GPUs) has them free: "
+            "remove an engine, or let a node join Ray"
+        )
+
+    def without_engine(self, number: int) -> Placement:
+        """This plan without an engine."""
+        left = tuple(slot for slot in self.slots if (slot.role, slot.rank) != ("engine", number))
+        return dataclasses.replace(self, slots=left)
+
     def learner_options(self, rank: int, role: str = "learner") -> dict[str, Any]:
         """Ray options of a rank of the learner, or of the critic."""
-        return self._options(self._slot(role, rank))
+        return self._options(self.slot(role, rank))
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray options of an engine's actor."""
-        return self._options(self._slot("engine", index))
+        return self._options(self.slot("engine", index))
 
     def sandbox_options(self, index: int) -> dict[str, Any]:
         """Ray options of a sandbox server's actor."""
@@ -58,11 +94,11 @@ class Placement:
 
     def gpus(self, role: str, rank: int) -> tuple[int, ...]:
         """The process's own GPUs, as places on its node."""
-        return tuple(gpu % self.gpus_per_node for gpu in self._slot(role, rank).gpus)
+        return tuple(gpu % self.gpus_per_node for gpu in self.slot(role, rank).gpus)
 
     def ranks_beside(self, role: str, rank: int) -> int:
         """GPUs on the rank's node that have learner or critic ranks: ranks on one GPU take turns."""
-        node = self._slot(role, rank).node
+        node = self.slot(role, rank).node
         near = [slot for slot in self.slots if slot.role in ("learner", "critic") and slot.node == node]
         return len({slot.gpus for slot in near})
 
@@ -76,6 +112,10 @@ class Placement:
         sender = self.gpus("learner", self.sender(index, "tensor")) if weight_sync_method == "tensor" else ()
         return (*own, *(gpu for gpu in sender if gpu not in own))
 
+    def nodes_of(self, *roles: str) -> set[int]:
+        """Nodes that have processes of these roles."""
+        return {slot.node for slot in self.slots if slot.role in roles}
+
     def sender(self, index: int, weight_sync_method: str) -> int:
         """Learner rank that gives engine ``index`` its weights.
 
@@ -86,7 +126,7 @@ class Placement:
         """
         if weight_sync_method != "tensor":
             return 0
-        engine = self._slot("engine", index)
+        engine = self.slot("engine", index)
         near = [slot for slot in self.slots if slot.role == "learner" and slot.node == engine.node]
         if not near:
             raise ConfigError(
@@ -97,7 +137,8 @@ class Placement:
         beside = [slot.rank for slot in near if slot.gpus and slot.gpus[0] in engine.gpus[:1]]
         return min(beside or [slot.rank for slot in near])
 
-    def _slot(self, role: str, rank: int) -> Slot:
+    def slot(self, role: str, rank: int) -> Slot:
+        """The process of a role."""
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
 
     def _options(self, slot: Slot) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def node_ids(config: Config) -> tuple[str, ...]:
     """
     if config.cluster.nodes == 1:
         return ()
-    own = ray.get_runtime_context().get_node_id()
+    own = driver_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) != config.cluster.nodes:
         names = ", ".join(sorted(node["NodeName"] for node in alive))
@@ -169,6 +169,22 @@ def node_ids(config: Config) -> tuple[str, ...]:
             "cluster.ray_address=auto"
         )
     return tuple(node["NodeID"] for node in sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeName"])))
+
+
+def driver_node() -> str:
+    """Ray's id of this process's node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def nodes_to_use(known: Sequence[str], gpus: int) -> list[str]:
+    """Ray's ids of nodes that are alive: those of ``known`` in their order, then others that have ``gpus`` GPUs."""
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    joined = sorted(
+        (node["NodeName"], node_id)
+        for node_id, node in alive.items()
+        if node_id not in known and node["Resources"].get("GPU", 0) >= gpus
+    )
+    return [*(node_id for node_id in known if node_id in alive), *(node_id for _, node_id in joined)]
 
 
 def lost_nodes(node_ids: Sequence[str]) -> list[str]:

@@ -137,6 +137,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 reward_failures.record(step, collected.generated)
                 no_signal.record(step, collected.generated)
                 saved = await checkpointer.finish()
+                await run.weights.before_update()
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch
                 with timer.phase(Phase.WEIGHT_SYNC):

@@ -89,9 +89,10 @@ class TinkerDeployment:
 
     async def _restarted(self, url: str) -> str:
         """The engine at ``url``, which died, restarted; its new URL. Adapters are loaded again when they are used."""
-        index = self._engines.urls.index(url)
-        self._say(f"engine {index} ended: starting it again")
+        number = self._engines.number(url)
+        assert number is not None  # no engine of this server is ever removed
+        self._say(f"engine {number} ended: starting it again")
         self.sampler.forget_engine(url)
-        found = await self._engines.restart(index, self.config.model.path)
+        found = await self._engines.restart(number, self.config.model.path)
         self.sampler.forget_engine(found)
         return found

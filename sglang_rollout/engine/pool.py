@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_retool.config import RolloutConfig
+from megatron_retool.errors import OperationError
 from sglang_rollout.engine.base import Engine
 from sglang_rollout.engine.router import RoutedEngine, Router
 from sglang_rollout.rollout_statistics import RolloutStatistics
+
+RETIRE_SECONDS = 20.0
+"""How long requests of an engine that is to go may take to end after they were aborted; then they fail."""
+_LOOK_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +72,34 @@ class EnginePool:
             if engine.url == old_url:
                 await engine.client.close()
         self.router.replace(old_url, self._engine.client(new_url))
+
+    def add(self, url: str, number: int) -> None:
+        """Send trajectories to one more engine, which has the current weights."""
+        self.router.add(self._engine.client(url), number)
+
+    async def retire(self, number: int) -> None:
+        """Send nothing more to an engine, which is about to end; its trajectories go on elsewhere with what they have.
+
+        Returns once its requests have ended, or after RETIRE_SECONDS.
+
+        Raises:
+            OperationError: it does not serve, or there is no other that does.
+        """
+        alive = [engine for engine in self.router.engines if engine.alive]
+        engine = next((engine for engine in alive if engine.number == number), None)
+        if engine is None:
+            serving = ", ".join(sorted(str(engine.number) for engine in alive))
+            raise OperationError(f"no engine {number} serves just now; there are {serving or 'none'}")
+        if len(alive) == 1:
+            raise OperationError(f"engine {number} is the only one that serves: add another before it goes")
+        self.router.mark_dead(engine)
+        deadline = time.monotonic() + RETIRE_SECONDS
+        while engine.requests and time.monotonic() < deadline:
+            # Again and again: one that is still on its way to the engine is not known there yet.
+            await asyncio.gather(*map(engine.client.abort, engine.requests), return_exceptions=True)
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.router.forget(engine)
+        await engine.client.close()
 
     async def still_alive(self, engine: RoutedEngine, error: BaseException) -> bool:
         """Whether an engine that failed a request still generates; if not, it is left out from now on.

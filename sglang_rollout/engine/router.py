@@ -31,6 +31,7 @@ class RoutedEngine:
     Attributes:
         number: its place among the run's engines, which its successor takes over.
         tokens: estimates the KV cache that its trajectories occupy.
+        requests: ids of those under way.
     """
 
     url: str
@@ -40,6 +41,7 @@ class RoutedEngine:
     trajectories: int = 0
     tokens: int = 0
     groups: dict[int, int] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -126,8 +128,16 @@ class Router:
         numbers = [engine.number for engine in self.engines if engine.url == url]
         number = numbers[0] if numbers else 1 + max((engine.number for engine in self.engines), default=-1)
         self.engines = [engine for engine in self.engines if engine.url != url]
+        self.add(client, number)
+
+    def add(self, client: EngineClient, number: int) -> None:
+        """Take one more engine in."""
         self.engines.append(RoutedEngine(client.base_url, client, number))
         self._serve()
+
+    def forget(self, engine: RoutedEngine) -> None:
+        """Take an engine out that was left out before."""
+        self.engines.remove(engine)
 
     def wake(self) -> None:
         """Let those who wait look again (after ``recovery_expected`` changed)."""

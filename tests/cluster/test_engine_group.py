@@ -37,9 +37,9 @@ class OneEngine(EngineGroup):
     """A group of one engine whose actors are ``Worker``."""
 
     def __init__(self, first: Worker) -> None:
-        self.workers, self.urls, self._stopped = [first], ["http://old"], False
+        self._workers, self._urls, self.stopped = {0: first}, {0: "http://old"}, False
 
-    def _new_worker(self, index: int) -> Worker:
+    def _new_worker(self, number: int) -> Worker:
         return Worker(None, "http://new")
 
 

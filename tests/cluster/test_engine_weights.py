@@ -33,19 +33,45 @@ class FakeEngine:
 class FakeEngines:
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.urls = ["http://e0", "http://e1"]
+        self.by_number = {0: "http://e0", 1: "http://e1"}
         self.failing_starts = 0
+        self.stopped = False
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self.by_number.values())
+
+    def url(self, number: int) -> str:
+        return self.by_number[number]
+
+    def number(self, url: str) -> int | None:
+        return next((number for number, own in self.by_number.items() if own == url), None)
 
     def by_sender(self, urls: list[str]) -> dict[int, list[str]]:
         return {0: list(urls)}
 
-    async def restart(self, index: int, model_path: str) -> str:
+    async def _start(self) -> None:
         await asyncio.sleep(0.02)
         if self.failing_starts:
             self.failing_starts -= 1
             raise EngineStartError("ended while it was starting")
-        self.urls[index] += "-again"
-        return self.urls[index]
+
+    async def restart(self, number: int, model_path: str) -> str:
+        await self._start()
+        self.by_number[number] += "-again"
+        return self.by_number[number]
+
+    async def add(self, model_path: str) -> int:
+        await self._start()
+        number = 1 + max(self.by_number)
+        self.by_number[number] = f"http://e{number}"
+        return number
+
+    async def remove(self, number: int) -> None:
+        del self.by_number[number]
+
+    def give_up(self, number: int) -> None:
+        del self.by_number[number]
 
 
 class FakeLearner:
@@ -127,15 +153,55 @@ def test_an_engine_may_die_again_while_it_starts_and_before_it_has_its_weights()
     assert asyncio.run(weights.restart("http://e0")) == "http://e0-again-again"
     assert learner.sent == [(["http://e0-again-again"], 0)]
     assert "http://e0 did not restart, trying once more" in console.export_text()
+
+
+def test_an_engine_that_does_not_start_again_is_left_out_but_for_the_last() -> None:
+    learner = FakeLearner(WeightSyncError("no answer", ["http://e1"]))
+    weights, replaced, console = weights_of(learner)
+    weights._engines.failing_starts = 2  # type: ignore[attr-defined]
+    asyncio.run(weights.sync(3))
+    assert learner.sent == [(["http://e0"], 3)] and not replaced
+    assert "engine http://e1 does not start again, the other engine goes on: ended while" in console.export_text()
+    assert asyncio.run(weights.restart("http://e1")) is None
     weights._engines.failing_starts = 2  # type: ignore[attr-defined]
     with pytest.raises(EngineStartError):
-        asyncio.run(weights.restart("http://e1"))
+        asyncio.run(weights.restart("http://e0"))
+
+
+def test_an_added_engine_gets_the_weights_that_the_others_serve() -> None:
+    learner = FakeLearner()
+    weights, _, _ = weights_of(learner)
+    asyncio.run(weights.sync(5))
+    assert asyncio.run(weights.add()) == 2
+    assert learner.sent[1:] == [(["http://e2"], 5)]
+    asyncio.run(weights.sync(6))
+    asyncio.run(weights.remove(0))
+    asyncio.run(weights.sync(7))
+    assert learner.sent[2:] == [(["http://e0", "http://e1", "http://e2"], 6), (["http://e1", "http://e2"], 7)]
+
+
+def test_no_engine_gets_weights_of_no_version() -> None:
+    """While the learner changes its weights an engine that has started waits, and the sync serves it."""
+
+    async def run() -> list[tuple[list[str], int]]:
+        learner = FakeLearner()
+        weights, _, _ = weights_of(learner)
+        await weights.sync(5)
+        await weights.before_update()
+        added, back = asyncio.create_task(weights.add()), asyncio.create_task(weights.restart("http://e0"))
+        await asyncio.sleep(0.1)
+        assert not added.done() and not back.done() and len(learner.sent) == 1
+        await weights.sync(6)
+        assert (await added, await back) == (2, "http://e0-again")
+        return learner.sent[1:]
+
+    assert asyncio.run(run()) == [(["http://e0-again", "http://e1", "http://e2"], 6)]
 
 
 def test_an_engine_comes_back_where_the_learner_is_dead_or_there_is_none() -> None:
     weights, _, console = weights_of(FakeLearner(LearnerDied("learner rank 0 died")))
     assert asyncio.run(weights.restart("http://e0")) == "http://e0-again"
-    assert "is back without the current weights: learner rank 0 died" in console.export_text()
+    assert "is there without the current weights: learner rank 0 died" in console.export_text()
     weights, _, _ = weights_of(None)
     assert asyncio.run(weights.restart("http://e1")) == "http://e1-again"
 

@@ -99,3 +99,38 @@ def test_an_engine_gets_its_weights_from_a_rank_beside_it(overrides: list[str], 
     placement = plan_placement(config)
     assert [placement.sender(index, "tensor") for index in range(len(senders))] == senders
     assert {placement.sender(index, "disk") for index in range(len(senders))} == {0}
+
+
+def test_an_added_engine_takes_gpus_that_nobody_has() -> None:
+    settings = ["cluster.placement=disaggregated", "cluster.nodes=3", "weight_sync.method=distributed"]
+    config = load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", [*settings, "rollout.engine.count=1"])
+    plan = plan_placement(config)
+    size = len(plan.slot("engine", 0).gpus)
+    count = sum(slot.role == "engine" for slot in plan.slots)
+    grown, number = plan, count
+    while True:
+        try:
+            grown = grown.with_engine(number, size, [0, 1, 2, 3])
+        except ConfigError as error:
+            assert "none of the nodes that weight_sync.method reaches (4 of 8 GPUs) has them free" in str(error)
+            break
+        number += 1
+    taken = [gpu for slot in grown.slots for gpu in slot.gpus]
+    assert sorted(taken) == list(range(32)) and number > count
+    assert all(slot.gpus[0] // 8 == slot.gpus[-1] // 8 == slot.node for slot in grown.slots)
+    freed = grown.without_engine(0).with_engine(99, size, [0, 1, 2, 3])
+    assert freed.slot("engine", 99).gpus == plan.slot("engine", 0).gpus
+
+
+def test_an_engine_on_a_host_without_gpus_goes_where_the_fewest_are() -> None:
+    settings = ["cluster.nodes=2", "learner.world_size=2", "rollout.engine.count=1", "weight_sync.method=distributed"]
+    plan = plan_placement(load_config(CONFIGS / "demo_cpu.yaml", settings))
+    grown = plan.with_engine(1, 1, [0, 1, 2]).with_engine(2, 1, [0, 1, 2])
+    assert [grown.slot("engine", number).node for number in range(3)] == [0, 1, 2]
+    assert grown.nodes_of("learner") == {0, 1}
+
+
+def test_engines_that_share_the_learners_gpus_stay_as_they_are() -> None:
+    plan = plan_placement(load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml"))
+    with pytest.raises(ConfigError, match=r"take turns on the same GPUs \(cluster.placement=colocated\)"):
+        plan.with_engine(9, 1, [0, 1])

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.errors import OperationError
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.engine.base import GenerateResult
@@ -18,6 +19,7 @@ from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
 from tests.sglang_rollout import traced_rows
+from tests.sglang_rollout.abortable_engine import AbortableEngine
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
@@ -147,6 +149,36 @@ def test_a_restart_that_fails_leaves_the_other_engine(tokenizer):
             return await manager.generate_groups(PROMPTS, TWO)
 
     assert_complete(asyncio.run(scenario()))
+
+
+def test_engines_come_and_go_while_trajectories_are_under_way(tokenizer):
+    """What is sampled is what each seed says, wherever it was sampled, and nothing of it counts as a failure."""
+
+    async def scenario():
+        async with AbortableEngine(tokenizer) as first, AbortableEngine(tokenizer) as second:
+            config = make_config("rollout.engine.random_seed=7")
+            async with RolloutManager(config, tokenizer, [first.url], ScriptedTools(seconds=0.05)) as manager:
+                with pytest.raises(OperationError, match="engine 0 is the only one that serves"):
+                    await manager.engines.retire(0)
+                with pytest.raises(OperationError, match="no engine 4 serves just now; there are 0"):
+                    await manager.engines.retire(4)
+                generating = asyncio.create_task(manager.generate_groups(PROMPTS, TWO))
+                await asyncio.sleep(0.1)
+                manager.engines.add(second.url, 1)
+                under_way = len(manager.engines.router.engines[0].requests)
+                await manager.engines.retire(0)
+                seeds = manager.group_factory.seed
+                return await generating, under_way, seeds, manager.statistics, first, manager.engines.router.engines
+
+    groups, under_way, seeds, statistics, engine, left = asyncio.run(scenario())
+    assert_complete(groups)
+    for trajectory in (trajectory for group in groups for trajectory in group):
+        ids, log_probs = engine.answer(seeds(trajectory.group_id, trajectory.index))
+        assert trajectory.response_ids[trajectory.loss_mask].tolist() == ids
+        assert trajectory.rollout_log_probs[trajectory.loss_mask].tolist() == pytest.approx(log_probs)
+    assert under_way and statistics.engine_failures == statistics.engines_lost == 0
+    assert [each.number for each in left] == [1]
+    assert 1 in {trajectory.timing.engine for group in groups for trajectory in group}
 
 
 def test_an_engine_that_fails_now_and_then_loses_nothing(tokenizer):
