@@ -83,9 +83,10 @@ class TransformersEngine:
 
 
 class TransformersServer:
-    """There is no process to own: it forgets weights that an earlier run left."""
+    """There is no process to own: the first one forgets weights that an earlier run left."""
 
     def __init__(self, index: int, model_path: Path, weights: WeightDirectory) -> None:
+        self._is_first = index == 0
         self.base_url = f"transformers://engine-{index}{model_path.absolute()}"
         self._model_path = model_path
         self._weights = weights
@@ -100,7 +101,8 @@ class TransformersServer:
             raise EngineStartError(
                 f"{self._model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
             )
-        self._weights.remove()
+        if self._is_first:  # those that are added while a run goes on find weights that others read
+            self._weights.remove()
 
     def stop(self) -> None:
         """Nothing was started."""
