@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from megatron_retool.errors import OperationError
 
@@ -65,11 +66,16 @@ def private_token() -> Iterator[None]:
     with open(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
     os.environ[_TOKEN_PATH] = path
+    mode = os.environ.get(_MODE)
     AuthenticationTokenLoader.instance().reset_cache()  # an earlier Ray of this process had another
     try:
         yield
     finally:
         del os.environ[_TOKEN_PATH]
+        if mode is None:
+            # Ray's start sets it, and a Ray that is started here later would look for a token that is gone.
+            os.environ.pop(_MODE, None)
+            RayConfig.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
         Path(path).unlink(missing_ok=True)
 
