@@ -35,6 +35,7 @@ from benchmarks.learner_work import (
 )
 from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import SamplingConfig
+from megatron_retool.exact.coverage import OPERATORS
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
@@ -72,7 +73,12 @@ def engine_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
         save_random(shape, options.dtype, directory / "model")
         engines = {
             form: stack.enter_context(
-                SGLangServer(config, model_path=directory / "model", log_file=directory / f"{form}.log", match=form)
+                SGLangServer(
+                    config,
+                    model_path=directory / "model",
+                    log_file=directory / f"{form}.log",
+                    exact_operators=OPERATORS if form == "exact" else (),
+                )
             )
             for form in FORMS
         }

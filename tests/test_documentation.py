@@ -189,7 +189,7 @@ def test_file_exists(page: str, name: str) -> None:
     if page == "docs/metrics.md" and name.endswith("/"):
         return
     folders = "runs|logs|models|export|report|rollouts|validation(_quick)?|checkpoints|profile|learner|critic|model"
-    made = rf"/|({folders}|tokenizer)/"
+    made = rf"/|({folders}|engine_requests|tokenizer)/"
     if re.match(made, name):
         return
     if re.match(r"tensorboard/|my_\w+\.(py|yaml|sh)$", name):

@@ -152,9 +152,19 @@ def _check_async(config: Config) -> None:
             "complete groups wait in the buffer in any case: leave it out",
         ),
     }
-    for setting, (wrong, why) in reasons.items():
-        if wrong:
-            raise ConfigError(f"{setting} does not go with trainer.mode=async: {why}")
+    _refuse_first("trainer.mode=async", reasons)
+
+
+def _refuse_first(subject: str, reasons: Mapping[str, tuple[bool, str]], otherwise: str = "") -> None:
+    """Raise ConfigError for the first setting that does not go with ``subject``.
+
+    Args:
+        reasons: by the setting as it is, whether it is refused, and why and what to do.
+        otherwise: what else may be done.
+    """
+    for setting, (refused, why) in reasons.items():
+        if refused:
+            raise ConfigError(f"{setting} does not go with {subject}: {why}{otherwise}")
 
 
 def _check_teachers(config: Config) -> None:
@@ -270,9 +280,7 @@ def _check_exact(config: Config) -> None:
         f"rollout.train.top_k={train.top_k}": (train.top_k > 0, "sample from the whole distribution: set it to -1"),
         f"rollout.train.min_p={train.min_p}": (train.min_p > 0.0, "sample from the whole distribution: set it to 0"),
     }
-    for setting, (wrong, why) in reasons.items():
-        if wrong:
-            raise ConfigError(f"{setting} does not go with learner.match_engine=exact: {why}, or set that to none")
+    _refuse_first("learner.match_engine=exact", reasons, ", or set that to none")
 
 
 def _check_delta(config: Config) -> None:
@@ -294,9 +302,7 @@ def _check_delta(config: Config) -> None:
         ),
         "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
     }
-    for setting, (wrong, why) in reasons.items():
-        if wrong:
-            raise ConfigError(f"weight_sync.delta=true does not go with {setting}: {why}, or set delta to false")
+    _refuse_first("weight_sync.delta=true", reasons, ", or set delta to false")
 
 
 def _what_timing_decides(

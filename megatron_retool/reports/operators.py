@@ -185,8 +185,7 @@ def _operator_of_weight(name: str) -> str:
 
 def _engine(model: Path, dtype: str, exchanged: Collection[str], log: Path) -> SGLangServer:
     config = EngineConfig(device="cpu", dtype=dtype, max_total_tokens=65536, max_running_requests=64)
-    match = "exact" if exchanged else "none"
-    return SGLangServer(config, model_path=model, log_file=log, match=match, exchanged=exchanged)
+    return SGLangServer(config, model_path=model, log_file=log, exact_operators=exchanged)
 
 
 async def _sample(url: str, vocabulary: int, texts: int, tokens: int, seed: int) -> Texts:

@@ -13,6 +13,7 @@ from typing import Any
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, EngineConfig
+from megatron_retool.exact.coverage import OPERATORS
 from sglang_rollout.engine.base import EngineClientError, WeightSync
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name
@@ -58,7 +59,7 @@ class SGLangEngine:
             families=self.config.model.families,
             routed_experts=self._routed_experts,
             weights_stay=of_adapters,
-            match=self.config.learner.match_engine,
+            exact_operators=OPERATORS if self.config.learner.match_engine == "exact" else (),
         )
 
     def _engine_of_adapters(self) -> EngineConfig:

@@ -37,7 +37,6 @@ from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
-from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
@@ -122,8 +121,8 @@ class SGLangServer:
         port: 0 takes any free port (again at every start).
         families: model.families.
         routed_experts: answers can carry the experts of every token (of a mixture of experts).
-        match: learner.match_engine; exact: compute with ``megatron_retool.exact``, as the learner does.
-        exchanged: of its operators those that are; the others stay SGLang's.
+        exact_operators: of ``megatron_retool.exact`` those that it computes with, as the learner does; others stay
+            SGLang's.
         weights_stay: no weight sync brings the weights back that ``colocated`` releases: a copy waits in host memory.
     """
 
@@ -144,8 +143,7 @@ class SGLangServer:
         families: Sequence[str] = (),
         routed_experts: bool = False,
         weights_stay: bool = False,
-        match: str = "none",
-        exchanged: Collection[str] = OPERATORS,
+        exact_operators: Collection[str] = (),
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -164,8 +162,7 @@ class SGLangServer:
         self.families = tuple(families)
         self.routed_experts = routed_experts
         self.weights_stay = weights_stay
-        self.match = match
-        self.exchanged = tuple(exchanged)
+        self.exact_operators = tuple(exact_operators)
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
@@ -431,10 +428,10 @@ class SGLangServer:
         if self.device == "cpu":
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
             environment |= cpu_environment(self.config.threads)
-            if self.match == "exact":
+            if self.exact_operators:
                 architecture = Architecture.from_pretrained(self.model_path, self.families)
                 frequencies, scale = inverse_frequencies(architecture).tolist(), softmax_scale(architecture)
-                settings = {"operators": self.exchanged, "frequencies": frequencies, "scale": scale}
+                settings = {"operators": self.exact_operators, "frequencies": frequencies, "scale": scale}
                 environment[EXACT_VARIABLE] = json.dumps(settings)
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
@@ -495,7 +492,7 @@ class SGLangServer:
             EngineStartError: settings need a GPU, and this host has none, which a configuration alone does not tell.
         """
         config = self.config
-        if self.device == "cuda" and self.match == "exact":
+        if self.device == "cuda" and self.exact_operators:
             raise EngineStartError(
                 "learner.match_engine=exact is for hosts without a GPU, and this engine would run on one: set it to "
                 "none"

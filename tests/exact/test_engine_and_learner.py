@@ -15,6 +15,7 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, EngineConfig, LearnerConfig
 from megatron_retool.config.rollout import SamplingConfig
+from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
@@ -73,6 +74,12 @@ async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
     return list(texts), prefills
 
 
+def exact_server(config: EngineConfig, directory: Path) -> SGLangServer:
+    return SGLangServer(
+        config, model_path=directory / "model", log_file=directory / "engine.log", exact_operators=OPERATORS
+    )
+
+
 def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]:
     return [log_probs(directory, dtype, texts, share_prefixes=share) for share in (False, True)]
 
@@ -115,7 +122,7 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, settings: dict[str,
         max_running_requests=6,
         extra_args=["--chunked-prefill-size", "16"],
     )
-    with SGLangServer(config, model_path=tmp_path / "model", log_file=tmp_path / "engine.log", match="exact") as server:
+    with exact_server(config, tmp_path) as server:
         texts, prefills = asyncio.run(play(server.base_url, model.config.vocab_size))
     found = run_ranks(learn, 1, tmp_path / "ranks", tmp_path / "model", dtype, texts)
     batch = batch_of(texts)
@@ -130,7 +137,7 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, settings: dict[str,
 def test_a_model_that_sglang_computes_with_transformers_is_refused(tmp_path: Path) -> None:
     hf_model("seed_oss", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     config = EngineConfig(device="cpu", dtype="float32", max_total_tokens=1024)
-    server = SGLangServer(config, model_path=tmp_path / "model", log_file=tmp_path / "engine.log", match="exact")
+    server = exact_server(config, tmp_path)
     with pytest.raises(EngineStartError):
         server.start()
     assert "SGLang computes this model with transformers'" in (tmp_path / "engine.log").read_text()
@@ -151,7 +158,6 @@ def test_the_same_seeds_give_the_same_answers_in_any_batch(tmp_path: Path) -> No
         config = EngineConfig(
             device="cpu", dtype="bfloat16", max_total_tokens=2048, max_running_requests=requests, random_seed=3
         )
-        log = tmp_path / f"engine_{requests}.log"
-        with SGLangServer(config, model_path=tmp_path / "model", log_file=log, match="exact") as server:
+        with exact_server(config, tmp_path) as server:
             found.append(asyncio.run(seeded(server.base_url)))
     assert found[0] == found[1]
