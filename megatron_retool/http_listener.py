@@ -110,15 +110,19 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-async def read_body(request: web.Request, seconds: float = BODY_SECONDS) -> bytes:
+async def read_body(request: web.Request, seconds: float = BODY_SECONDS, most: int | None = None) -> bytes:
     """The body, whole.
 
     Args:
         seconds: until it has come; a body that says how long it is gets a second more for each MiB.
+        most: bytes that it may have; None: the application's ``client_max_size``, which it never exceeds.
 
     Raises:
-        BodyRefused: it is not what its headers say, larger than the application's ``client_max_size``, or too slow.
+        BodyRefused: it is not what its headers say, larger than it may be, or too slow.
     """
+    if most is not None and most < request.client_max_size:
+        # aiohttp reads as much at a time as it allows in all.
+        request = request.clone(client_max_size=most)
     seconds += (min(request.content_length or 0, request.client_max_size)) / (1 << 20)
     try:
         async with asyncio.timeout(seconds):

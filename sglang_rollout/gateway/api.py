@@ -56,13 +56,13 @@ class ApiRequest:
     Attributes:
         path: of its URL, decoded, without the query.
         headers: by names of any case.
-        read: its body, of which no more than ``MAX_BODY_BYTES`` have to be read before ``body_too_large`` is raised.
+        read: its body. Given the number of bytes that it may have, it raises ``BodyTooLong`` instead of reading more.
     """
 
     method: str
     path: str
     headers: Mapping[str, str]
-    read: Callable[[], Awaitable[bytes]]
+    read: Callable[[int], Awaitable[bytes]]
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,8 @@ def shown_key(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
 
 
-def body_too_large() -> ApiError:
-    """The error of a body above the limit."""
-    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
+class BodyTooLong(Exception):
+    """A body has more bytes than it may have."""
 
 
 async def _body(request: ApiRequest, session: OpenSession, least: int = 0) -> dict[str, Any]:
@@ -261,8 +260,12 @@ async def _body(request: ApiRequest, session: OpenSession, least: int = 0) -> di
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
         _check_length(int(announced), session, most)
-    read = await request.read()
-    _check_length(len(read), session, most)
+    most = min(most, MAX_BODY_BYTES)
+    try:
+        read = await request.read(most)
+    except BodyTooLong:
+        _check_length(most + 1, session, most)
+        raise
     if too_many_values(read):
         raise invalid("body", f"it has more than {MOST_JSON_VALUES} values")
     try:
@@ -276,7 +279,7 @@ async def _body(request: ApiRequest, session: OpenSession, least: int = 0) -> di
 
 def _check_length(size: int, session: OpenSession, most: int) -> None:
     if size > MAX_BODY_BYTES:
-        raise body_too_large()
+        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
     if size > most:
         raise session.too_long(size)
 

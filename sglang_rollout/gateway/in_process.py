@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from sglang_rollout.gateway.api import Api, ApiRequest, Reply
+from sglang_rollout.gateway.api import Api, ApiRequest, BodyTooLong, Reply
 from sglang_rollout.gateway.errors import ApiError
 
 _STOPS_THE_LOOP = ApiError(
@@ -158,8 +158,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _reader(body: bytes) -> Callable[[], Awaitable[bytes]]:
-    async def read() -> bytes:
+def _reader(body: bytes) -> Callable[[int], Awaitable[bytes]]:
+    async def read(most: int) -> bytes:
+        if len(body) > most:
+            raise BodyTooLong
         return body
 
     return read

@@ -28,7 +28,7 @@ from megatron_retool.http_listener import (
     read_body,
 )
 from sglang_rollout.agent.turn_glue import Tokenizer
-from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, body_too_large, shown_key
+from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, BodyTooLong, shown_key
 from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import ApiError, session_not_found
 from sglang_rollout.gateway.in_process import GatewayTransport
@@ -237,8 +237,8 @@ class Gateway:
     async def _serve(self, http: web.Request) -> web.StreamResponse:
         with contextlib.ExitStack() as running:
 
-            async def read() -> bytes:
-                body = await _read(http)
+            async def read(most: int) -> bytes:
+                body = await _read(http, most)
                 # Until here its connection has to make room for others.
                 if self._listener is not None and self._listener.connections is not None:
                     running.enter_context(self._listener.connections.serving(http.protocol))
@@ -268,10 +268,10 @@ def spare_collector() -> None:
     atexit.register(gc.unfreeze)
 
 
-async def _read(http: web.Request) -> bytes:
+async def _read(http: web.Request, most: int) -> bytes:
     try:
-        return await read_body(http, BODY_SECONDS)
+        return await read_body(http, BODY_SECONDS, most)
     except BodyRefused as error:
         if error.status == 413:
-            raise body_too_large() from None
+            raise BodyTooLong from None
         raise ApiError(error.status, str(error), code="invalid_body") from None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import time
+import urllib.parse
 import weakref
 
 import pytest
@@ -14,7 +16,7 @@ from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.untrusted import MOST_LEVELS
 from sglang_rollout.agent import long_texts
 from sglang_rollout.gateway import rendering
-from sglang_rollout.gateway.api import ApiRequest
+from sglang_rollout.gateway.api import ApiRequest, BodyTooLong
 from sglang_rollout.gateway.server import Gateway
 from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
 from tests.sglang_rollout.gateway.scripted_sampler import RandomSampler
@@ -55,6 +57,32 @@ def test_what_cannot_have_room_is_refused_before_it_is_tokenised(path, body):
             words = "prompt is too long: " if path == MESSAGES else "This model's maximum context length is 519 tokens."
             assert answer["error"]["message"].startswith(words)
             assert not at.script.requests and not tokenizer.lengths
+
+    asyncio.run(run())
+
+
+def test_a_body_of_unknown_length_is_read_only_as_far_as_it_may_have_room(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], context_length=CONTEXT) as at:
+            url = urllib.parse.urlsplit(at.session.base_url)
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            head = [
+                f"POST {url.path}/chat/completions HTTP/1.1",
+                f"Host: {url.netloc}",
+                f"Authorization: Bearer {at.session.key}",
+                "Transfer-Encoding: chunked",
+            ]
+            writer.write("\r\n".join([*head, "", ""]).encode())
+            answer = asyncio.create_task(reader.readline())
+            sent, piece = 0, b"x" * (1 << 16)
+            while not answer.done() and sent < 60 << 20:
+                writer.write(b"10000\r\n" + piece + b"\r\n")
+                sent += len(piece)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+            writer.close()
+            assert (await answer).startswith(b"HTTP/1.1 400")
+            assert sent < 30 << 20 and at.session.overflowed  # the kernel's buffers hold some of it
 
     asyncio.run(run())
 
@@ -187,7 +215,9 @@ def test_a_refused_body_is_let_go_without_the_garbage_collector(tokenizer):
         def __init__(self, body: bytes) -> None:
             self.body = body
 
-        async def read(self) -> bytes:
+        async def read(self, most: int) -> bytes:
+            if len(self.body) > most:
+                raise BodyTooLong
             return self.body
 
     gc.disable()
