@@ -121,7 +121,7 @@ class EngineGroup:
     @property
     def urls(self) -> list[str]:
         """Base URL of each engine that was started, in order of their numbers."""
-        return list(self._urls.values())
+        return [self._urls[number] for number in sorted(self._urls)]
 
     @property
     def by_number(self) -> dict[int, str]:

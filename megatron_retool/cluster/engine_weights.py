@@ -193,6 +193,8 @@ class EngineWeights:
             await self._settled.wait()
             # Compared at the next sync: until then the learner may be changing its weights, or have no room.
             async with self._sending, self._gpu_phases.sending_to_one():
+                if self._engines.number(url) is None:
+                    raise WeightSyncError(f"{url} was given up by a weight sync that met its death", [url])
                 if self._settled.is_set() and url not in self._current:
                     await self._send([url], self.version)
                     self._current.add(url)

@@ -180,6 +180,21 @@ def test_an_added_engine_gets_the_weights_that_the_others_serve() -> None:
     assert learner.sent[2:] == [(["http://e0", "http://e1", "http://e2"], 6), (["http://e1", "http://e2"], 7)]
 
 
+def test_an_engine_that_a_sync_gave_up_while_it_waited_is_not_sent_to() -> None:
+    async def run() -> str | None:
+        learner = FakeLearner(WeightSyncError("no answer", ["http://e1-again"]))
+        weights, _, _ = weights_of(learner)
+        await weights.before_update()
+        back = asyncio.create_task(weights.restart("http://e1"))
+        await asyncio.sleep(0.1)
+        weights._engines.failing_starts = 2  # type: ignore[attr-defined]
+        await weights.sync(6)
+        assert learner.sent == [(["http://e0"], 6)]
+        return await back
+
+    assert asyncio.run(run()) is None
+
+
 def test_no_engine_gets_weights_of_no_version() -> None:
     """While the learner changes its weights an engine that has started waits, and the sync serves it."""
 
