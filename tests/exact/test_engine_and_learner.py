@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.algorithms.settings import SamplingSettings
@@ -74,6 +77,69 @@ async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
     return list(texts), prefills
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """``told`` tokens of a tool and an answer of ``answer``, which may be aborted after seconds, and then goes on."""
+
+    told: int
+    answer: int
+    aborted_after: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Text that begins with tokens of a ``family`` of texts, some time after the schedule's begin."""
+
+    after: float
+    family: int
+    prompt: int
+    turns: list[Turn]
+
+
+TURN = st.builds(Turn, st.integers(0, 6), st.integers(1, 20), st.one_of(st.none(), st.floats(0.0, 0.3)))
+SCHEDULES = st.lists(
+    st.builds(
+        Request, st.floats(0.0, 0.5), st.integers(0, 2), st.integers(1, 40), st.lists(TURN, min_size=1, max_size=3)
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+async def play_schedule(url: str, vocab_size: int, schedule: list[Request]) -> list[Any]:
+    sampling, stop = SamplingConfig(temperature=TEMPERATURE, top_p=1.0), StopConditions(end_of_sequence=False)
+
+    async with SGLangClient(url) as client:
+
+        async def answer(ids: list[int], length: int, aborted_after: float | None) -> tuple[list[int], list[float]]:
+            begun: list[str] = []
+            request = GenerateRequest(ids, length, sampling, stop)
+            task = asyncio.ensure_future(client.generate(request, on_start=begun.append))
+            if aborted_after is not None:
+                await asyncio.wait({task}, timeout=aborted_after)
+                await client.abort(begun[-1])
+            found = await task
+            sampled, scores = list(found.output_ids), list(found.log_probs)
+            if len(sampled) < length:
+                more, their_scores = await answer(ids + sampled, length - len(sampled), None)
+                sampled, scores = sampled + more, scores + their_scores
+            return sampled, scores
+
+        async def text(number: int, asked: Request) -> tuple[list[int], list[int], list[float]]:
+            await asyncio.sleep(asked.after)
+            prompt = np.random.default_rng(asked.family).integers(0, vocab_size, 40)[: asked.prompt].tolist()
+            tool = np.random.default_rng(1000 + number)
+            response, scores = [], []
+            for place, turn in enumerate(asked.turns):
+                told = tool.integers(0, vocab_size, turn.told).tolist() if place else []
+                response, scores = response + told, scores + [0.0] * len(told)
+                sampled, their_scores = await answer(prompt + response, turn.answer, turn.aborted_after)
+                response, scores = response + sampled, scores + their_scores
+            return prompt, response, scores
+
+        return list(await asyncio.gather(*(text(number, asked) for number, asked in enumerate(schedule))))
+
+
 def exact_server(config: EngineConfig, directory: Path) -> SGLangServer:
     return SGLangServer(
         config, model_path=directory / "model", log_file=directory / "engine.log", exact_operators=OPERATORS
@@ -103,7 +169,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "settings"),
+    ("family", "dtype", "changes"),
     [
         ("qwen2", "bfloat16", {}),
         ("qwen3", "float32", {"rope_parameters": YARN}),
@@ -112,8 +178,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         ("llama", "bfloat16", {}),
     ],
 )
-def test_every_log_prob_is_the_same(family: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **settings)
+def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **changes)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
     config = EngineConfig(
         device="cpu",
@@ -132,6 +198,32 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, settings: dict[str,
     for each in found:
         np.testing.assert_array_equal(each["sampled"][sampled], batch.rollout_log_probs[sampled])
         np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))
+
+
+def test_every_log_prob_is_the_same_in_any_schedule(tmp_path: Path) -> None:
+    model = hf_model("qwen3_moe", num_hidden_layers=2, max_position_embeddings=512).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    config = EngineConfig(
+        device="cpu",
+        dtype="bfloat16",
+        max_total_tokens=1024,  # of which requests are driven out, and computed again
+        max_running_requests=16,
+        extra_args=["--chunked-prefill-size", "16"],
+    )
+    numbers = itertools.count()
+    with exact_server(config, tmp_path) as server:
+
+        @settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+        @given(SCHEDULES)
+        def check(schedule: list[Request]) -> None:
+            texts = asyncio.run(play_schedule(server.base_url, model.config.vocab_size, schedule))
+            ranks = tmp_path / f"ranks_{next(numbers)}"
+            found = run_ranks(log_probs, 1, ranks, tmp_path / "model", "bfloat16", texts)["sampled"]
+            batch = batch_of(texts)
+            sampled = batch.loss_mask
+            np.testing.assert_array_equal(found[sampled], batch.rollout_log_probs[sampled])
+
+        check()
 
 
 def test_a_model_that_sglang_computes_with_transformers_is_refused(tmp_path: Path) -> None:
