@@ -1,4 +1,4 @@
-"""Engines that come and go while a run goes on, as `megatron-retool engines` asks for.
+"""Adds and removes engines during a run, as `megatron-retool engines` asks.
 
 A new engine gets the current weights before its first request. One that goes ends its requests first: their
 trajectories keep what they have and continue on another engine.
@@ -75,7 +75,7 @@ class EngineChanges:
             for number in request.remove:
                 done.append(await self._remove(number))
         except Exception as error:
-            # Whatever it was, the run goes on with the engines that it has.
+            # Whatever it was, the run continues with the engines that it has.
             return Answer(False, "; ".join([*done, str(error) or type(error).__name__]))
         return Answer(True, "; ".join(done))
 

@@ -133,7 +133,7 @@ class EngineWeights:
             await self._replaced(url, new_url)
 
     async def restart(self, url: str) -> str | None:
-        """Bring a dead engine back with the current weights, at the URL returned; the others go on meanwhile.
+        """Bring a dead engine back with the current weights, at the URL returned; the others continue meanwhile.
 
         Returns:
             None: it was replaced already, by a weight sync that met its death first, or does not start again.
@@ -142,7 +142,7 @@ class EngineWeights:
         return None if new_url is None else await self._bring_up(new_url)
 
     async def add(self) -> int | None:
-        """Start one more engine, with the current weights; its number. The others go on meanwhile.
+        """Start one more engine, with the current weights; its number. The others continue meanwhile.
 
         Returns:
             None: it died before it had them, and did not start again.
@@ -218,7 +218,7 @@ class EngineWeights:
         return new_url
 
     async def _started(self, number: int, url: str) -> str | None:
-        """The new URL; None where the engine does not start, and others go on without it."""
+        """The new URL; None where the engine does not start and others continue without it."""
         try:
             try:
                 return await self._engines.restart(number, self._model_path)
@@ -231,8 +231,8 @@ class EngineWeights:
                 raise
             self._engines.give_up(number)
             count = len(self._engines.urls)
-            left = "the other engine goes on" if count == 1 else f"the other {count} engines go on"
-            self._warn(f"engine {url} does not start again, {left}: {error}")
+            left = "1 engine" if count == 1 else f"{count} engines"
+            self._warn(f"engine {url} does not start again, the run continues with {left}: {error}")
             return None
 
     def _is_new(self, url: str) -> None:

@@ -34,7 +34,7 @@ COMMANDS = (
     Command("pipeline", "train; for the demo, from data to report", "megatron_retool.commands.pipeline"),
     Command("train", "the RL loop", "megatron_retool.commands.train"),
     Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
-    Command("engines", "list, add and remove engines of a run at work", "megatron_retool.commands.engines"),
+    Command("engines", "list, add and remove engines during a run", "megatron_retool.commands.engines"),
     Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),
     Command("serve", "a model or run behind OpenAI's and Anthropic's APIs", "megatron_retool.commands.serve"),
     Command("tinker", "a server for clients of Tinker, who write the training loop", "megatron_retool.commands.tinker"),

@@ -1,11 +1,11 @@
-"""The engines of a run that is at work, and one more or one fewer without a restart.
+"""Lists the engines of a run that is training, and adds or removes some without a restart.
 
 Without --add and --remove the engines are listed. --add starts engines on GPUs
-that no process of the run has, also of a node that has joined the run's Ray
-since; each gets the current weights before its first request. --remove ends
-engines by their numbers: their trajectories keep what they have and go on
-elsewhere. The learner goes on meanwhile. A run that is started again begins
-with rollout.engine.count engines.
+that the run does not use yet, also of a node that joined the run's Ray later;
+each gets the current weights before its first request. --remove ends engines by
+their numbers; their trajectories continue on other engines from the tokens they
+have. Training continues meanwhile. A run that is started again begins with
+rollout.engine.count engines.
 
 examples:
   megatron-retool engines runs/demo

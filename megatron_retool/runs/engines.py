@@ -1,10 +1,10 @@
-"""The engines of a run that is at work, and requests for one more or one fewer.
+"""The engines of a run that is training, and requests to add or remove some.
 
     engines.json                      the run: its process and its engines, written again with each change
     engine_requests/NAME.json         a command: {"add": 1} or {"remove": [0]}
     engine_requests/NAME.answer       the run: {"done": true, "text": "…"}; the command deletes it
 
-Files, because whoever may write into the run's directory may change the run, and no port has to be open for it.
+Files need no open port, and who may write into the run's directory may change the run in any case.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class TransformersServer:
             raise EngineStartError(
                 f"{self._model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
             )
-        if self._is_first:  # those that are added while a run goes on find weights that others read
+        if self._is_first:  # one that is added later finds weights that others read
             self._weights.remove()
 
     def stop(self) -> None:

@@ -78,7 +78,7 @@ class EnginePool:
         self.router.add(self._engine.client(url), number)
 
     async def retire(self, number: int) -> None:
-        """Send nothing more to an engine, which is about to end; its trajectories go on elsewhere with what they have.
+        """Send nothing more to an engine that is about to end; its trajectories continue elsewhere from their tokens.
 
         Returns once its requests have ended, or after RETIRE_SECONDS.
 

@@ -161,7 +161,7 @@ def test_an_engine_that_does_not_start_again_is_left_out_but_for_the_last() -> N
     weights._engines.failing_starts = 2  # type: ignore[attr-defined]
     asyncio.run(weights.sync(3))
     assert learner.sent == [(["http://e0"], 3)] and not replaced
-    assert "engine http://e1 does not start again, the other engine goes on: ended while" in console.export_text()
+    assert "http://e1 does not start again, the run continues with 1 engine: ended while" in console.export_text()
     assert asyncio.run(weights.restart("http://e1")) is None
     weights._engines.failing_starts = 2  # type: ignore[attr-defined]
     with pytest.raises(EngineStartError):

@@ -82,7 +82,7 @@ def test_an_engine_goes_to_a_node_that_joined_and_ends_with_it(nodes: Cluster, t
             await group.stop()
 
     asyncio.run(scenario())
-    assert "does not start again, the other engine goes on" in said.getvalue()
+    assert "does not start again, the run continues with 1 engine" in said.getvalue()
 
 
 async def _nothing(url: str, new_url: str) -> None:

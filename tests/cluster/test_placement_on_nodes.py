@@ -101,7 +101,7 @@ def test_an_engine_gets_its_weights_from_a_rank_beside_it(overrides: list[str], 
     assert {placement.sender(index, "disk") for index in range(len(senders))} == {0}
 
 
-def test_an_added_engine_takes_gpus_that_nobody_has() -> None:
+def test_an_added_engine_takes_gpus_that_are_free() -> None:
     settings = ["cluster.placement=disaggregated", "cluster.nodes=3", "weight_sync.method=distributed"]
     config = load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", [*settings, "rollout.engine.count=1"])
     plan = plan_placement(config)

@@ -33,7 +33,7 @@ def trained(run_dir) -> list[list[int]]:
     ]
 
 
-def test_engines_come_and_go_while_the_run_goes_on(tmp_path):
+def test_engines_are_added_and_removed_during_a_run(tmp_path):
     """One is added, the first is taken away, and the one that is left dies and is replaced."""
     config = write_config(
         *(tmp_path, "changing", 100_000), mode="async", max_age=2, save_freq=0, test_freq=0, val_before_train=False

@@ -79,7 +79,7 @@ async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """``told`` tokens of a tool and an answer of ``answer``, which may be aborted after seconds, and then goes on."""
+    """``told`` tokens of a tool and an answer of ``answer``, aborted after so many seconds and then continued."""
 
     told: int
     answer: int
