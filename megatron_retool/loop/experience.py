@@ -212,7 +212,7 @@ def generation_metrics(
         **filter_step(groups, run.config.algorithm.dynamic_sampling.metric).metrics(),
         "dynamic_sampling/responses_per_group": rollouts / max(1, len(groups)),
         **statistics_since(before, asdict(run.rollout.statistics)),
-        "rollout/engines": float(sum(engine.alive for engine in run.rollout.engines.router.engines)),
+        "rollout/engines": float(len(run.rollout.engines.serving)),
         **run.rewards.take_metrics(),
         **run.tools.take_metrics(),
         **timer.metrics(),

@@ -59,10 +59,14 @@ class EnginePool:
         self._restarts: set[asyncio.Task[None]] = set()
         self._health_checks: dict[str, asyncio.Future[bool]] = {}
 
+    @property
+    def serving(self) -> list[RoutedEngine]:
+        """Engines that get requests."""
+        return [engine for engine in self.router.engines if engine.alive]
+
     async def weight_version(self) -> int:
         """The oldest version that an engine serves."""
-        alive = [engine for engine in self.router.engines if engine.alive]
-        return min(await asyncio.gather(*(engine.client.weight_version() for engine in alive)))
+        return min(await asyncio.gather(*(engine.client.weight_version() for engine in self.serving)))
 
     async def replace(self, old_url: str, new_url: str) -> None:
         """Send trajectories to ``new_url`` instead of ``old_url`` (a restarted engine that has the current weights)."""
@@ -85,12 +89,12 @@ class EnginePool:
         Raises:
             OperationError: it does not serve, or there is no other that does.
         """
-        alive = [engine for engine in self.router.engines if engine.alive]
-        engine = next((engine for engine in alive if engine.number == number), None)
+        serving = self.serving
+        engine = next((engine for engine in serving if engine.number == number), None)
         if engine is None:
-            serving = ", ".join(sorted(str(engine.number) for engine in alive))
-            raise OperationError(f"no engine {number} serves just now; there are {serving or 'none'}")
-        if len(alive) == 1:
+            numbers = ", ".join(sorted(str(engine.number) for engine in serving)) or "none"
+            raise OperationError(f"no engine {number} serves just now; there are {numbers}")
+        if len(serving) == 1:
             raise OperationError(f"engine {number} is the only one that serves: add another before it goes")
         self.router.mark_dead(engine)
         deadline = time.monotonic() + RETIRE_SECONDS

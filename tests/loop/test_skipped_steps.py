@@ -230,7 +230,13 @@ def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
         config=config,
         console=Console(quiet=True),
         watchdog=SimpleNamespace(progress=lambda phase: None),
-        rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_group_ids=[], finish_step=list),
+        rollout=SimpleNamespace(
+            stream=stream,
+            statistics=RolloutStatistics(),
+            engines=SimpleNamespace(serving=["an engine"]),
+            paused_group_ids=[],
+            finish_step=list,
+        ),
         rewards=SimpleNamespace(score=lambda group: None, take_metrics=dict),
         tools=SimpleNamespace(take_metrics=dict),
         prompts=SimpleNamespace(
