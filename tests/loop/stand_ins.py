@@ -35,6 +35,9 @@ class Experience:
 def run_of(config: Config, console: Console, total_steps: int) -> Any:
     """A deployment's part that the loop itself touches."""
 
+    async def before_update() -> None:
+        return None
+
     async def sync_weights(step: int) -> dict[str, float]:
         return {}
 
@@ -45,7 +48,7 @@ def run_of(config: Config, console: Console, total_steps: int) -> Any:
         activities=Activities(console),
         prompts=SimpleNamespace(epoch=0),
         watchdog=SimpleNamespace(watch=lambda timer: timer),
-        weights=SimpleNamespace(sync=sync_weights),
+        weights=SimpleNamespace(before_update=before_update, sync=sync_weights),
         decode=lambda t: ("prompt", "response"),
         learner=None,
         critic=None,
