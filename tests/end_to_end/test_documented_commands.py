@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     r"^lm_eval ": "a package of its own",
     r"-m sglang\.launch_server": "tests/end_to_end/test_distillation.py starts a teacher",
     r"^megatron-retool report operators ": "tests/reports/test_operators.py makes such a report",
+    r"^megatron-retool engines ": "tests/end_to_end/test_async_run.py changes a run's engines",
     r"^megatron-retool tinker ": "tests/end_to_end/test_tinker.py starts it",
     r"models/MiniMax-M2": "230 B parameters; tests/conversion/test_fp8_source.py converts small ones",
 }
