@@ -90,6 +90,7 @@ class EngineWeights:
         if self._starts:
             # Engines that died while the learner trained: they take part.
             await asyncio.wait(set(self._starts.values()))
+        replaced: dict[str, str] = {}
         async with self._sending:
             async with self._gpu_phases.syncing():
                 for left in reversed(range(SYNC_ATTEMPTS)):
@@ -100,10 +101,13 @@ class EngineWeights:
                     except WeightSyncError as error:
                         if not left:
                             raise
-                        await self._restart_culprits(error)
+                        await self._restart_culprits(error, replaced)
                 self.version = version
                 self._current = set(urls)
                 self._settled.set()
+                for url, new_url in replaced.items():
+                    # Not before: until here they had no weights, and in async they would generate at once.
+                    await self._replaced(url, new_url)
                 # The learner leaves the GPUs with this block, and only then the engines can generate.
                 if self._check is not None:
                     await self._check.score_by(self._source(), urls)
@@ -120,17 +124,19 @@ class EngineWeights:
             await self._engines.engine.serve(version, urls)
         return metrics
 
-    async def _restart_culprits(self, error: WeightSyncError) -> None:
+    async def _restart_culprits(self, error: WeightSyncError, replaced: dict[str, str]) -> None:
+        """Start the engines that ``error`` names again; ``replaced`` gets the new URL of each, by the URL at which
+        rollout knows it."""
         culprits = getattr(error, "cause", error).engines
         self._warn(f"weight sync failed, restarting {', '.join(culprits)}: {error}")
         if not culprits:
             raise error
-        await asyncio.gather(*(self._replace(url) for url in culprits))
-
-    async def _replace(self, url: str) -> None:
-        new_url = await self._start_again(url)
-        if new_url is not None:
-            await self._replaced(url, new_url)
+        known = {new_url: url for url, new_url in replaced.items()}
+        new_urls = await asyncio.gather(*(self._start_again(url) for url in culprits))
+        for url, new_url in zip(culprits, new_urls, strict=True):
+            replaced.pop(known.get(url, url), None)
+            if new_url is not None:
+                replaced[known.get(url, url)] = new_url
 
     async def restart(self, url: str) -> str | None:
         """Bring a dead engine back with the current weights, at the URL returned; the others continue meanwhile.
@@ -139,7 +145,10 @@ class EngineWeights:
             None: it was replaced already, by a weight sync that met its death first, or does not start again.
         """
         new_url = await self._start_again(url)
-        return None if new_url is None else await self._bring_up(new_url)
+        if new_url is None:
+            async with self._sending:  # the sync that replaced it says so at its end: there is an engine then
+                return None
+        return await self._bring_up(new_url)
 
     async def add(self) -> int | None:
         """Start one more engine, with the current weights; its number. The others continue meanwhile.

@@ -180,6 +180,30 @@ def test_an_added_engine_gets_the_weights_that_the_others_serve() -> None:
     assert learner.sent[2:] == [(["http://e0", "http://e1", "http://e2"], 6), (["http://e1", "http://e2"], 7)]
 
 
+def test_rollout_gets_an_engine_that_a_sync_replaced_only_with_its_weights() -> None:
+    """In asynchronous training it would sample at once, from weights of no version."""
+
+    async def run() -> None:
+        learner = FakeLearner(*(WeightSyncError("no answer", [f"http://e1{'-again' * times}"]) for times in range(2)))
+        weights, replaced, _ = weights_of(learner)
+        ended: list[str] = []
+
+        async def replace(url: str, new_url: str) -> None:
+            assert learner.sent == [(["http://e0", "http://e1-again-again"], 3)] and not ended
+            replaced.append((url, new_url))
+
+        async def meet_the_death() -> None:
+            await asyncio.sleep(0.03)  # the first new one is there, and has no weights
+            assert await weights.restart("http://e1") is None
+            ended.append("restart")
+
+        weights._replaced = replace
+        await asyncio.gather(weights.sync(3), meet_the_death())
+        assert replaced == [("http://e1", "http://e1-again-again")] and ended
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_a_sync_gave_up_while_it_waited_is_not_sent_to() -> None:
     async def run() -> str | None:
         learner = FakeLearner(WeightSyncError("no answer", ["http://e1-again"]))
