@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_retool.config import ConfigError
+from megatron_retool.config.accumulation import check_runs
 from megatron_retool.learner import run_files
 from megatron_retool.learner.adapter_slot import AdapterSlot
 from megatron_retool.learner.learner import Learner
-from megatron_retool.learner.target_batch import check_accumulation
 from megatron_retool.target_sequences import OptimizerStep, TargetSequence, TokenLoss, TokenOutputs
-
-
-def check_runs(learner: Learner) -> None:
-    """Raise ConfigError where a setting does not go with several runs on one base."""
-    config = learner.config.learner
-    check_accumulation(learner.config, learner.architecture, learner.role)
-    if not config.lora.rank:
-        raise ConfigError("learner.lora.rank=0: runs on one base model train adapters: set it to the largest rank")
-    if config.dtype == "float16":
-        raise ConfigError(
-            "learner.dtype=float16 does not go with several runs, whose gradients would be scaled by one another's "
-            "losses: set it to bfloat16"
-        )
-    if config.optimizer.cpu_offload:
-        raise ConfigError("learner.optimizer.cpu_offload=true does not go with several runs: set it to false")
 
 
 class AdapterRuns(AdapterSlot):
@@ -39,7 +23,7 @@ class AdapterRuns(AdapterSlot):
     """
 
     def __init__(self, learner: Learner) -> None:
-        check_runs(learner)
+        check_runs(learner.config, learner.architecture, learner.role)
         super().__init__(learner)
 
     def accumulate(

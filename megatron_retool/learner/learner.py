@@ -29,6 +29,7 @@ from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.algorithms.token_losses import bind_token_loss
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
+from megatron_retool.config.accumulation import check_accumulation
 from megatron_retool.learner import adapters, cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import check_attention, make_deterministic
 from megatron_retool.learner.divergence import Divergence
@@ -53,7 +54,7 @@ from megatron_retool.learner.precision import Acceleration, check_precision, tok
 from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
-from megatron_retool.learner.target_batch import TargetBatch, TargetLoss, check_accumulation
+from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
 from megatron_retool.learner.teacher import FrozenTeacher
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention

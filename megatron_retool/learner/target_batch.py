@@ -19,37 +19,11 @@ from torch import Tensor
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput
 from megatron_retool.algorithms.token_losses import TokenLossFunction, TokenLossInputs, token_loss
-from megatron_retool.config import Config, ConfigError
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.pipeline import whole_sequences
 from megatron_retool.registry import Extension
 from megatron_retool.target_sequences import FloatArray, Int64Array, RequestRefused, TargetSequence, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
-
-
-def check_accumulation(config: Config, architecture: Architecture, role: str = "actor") -> None:
-    """Raise ConfigError where a setting does not go with ``Learner.accumulate`` and ``Learner.apply``."""
-    learner = config.learner
-    reasons = {
-        "role=critic": (role != "actor", "a critic has values and no targets"),
-        "learner.share_prefixes=true": (learner.share_prefixes, "set it to false"),
-        f"learner.routing_replay={learner.routing_replay}": (
-            learner.routing_replay != "none",
-            "sequences come without an engine's choice of experts: set it to none",
-        ),
-        "learner.mtp.train=true": (bool(architecture.predictors), "targets may be others than the next tokens"),
-        f"learner.moe_router_bias_update_rate={learner.moe_router_bias_update_rate}": (
-            bool(learner.moe_router_bias_update_rate),
-            "biases move with the updates of a run: set it to 0",
-        ),
-        f"learner.optimizer.name={learner.optimizer.name}": (
-            learner.optimizer.name != "adamw",
-            "a step has settings of AdamW: set it to adamw",
-        ),
-    }
-    for setting, (wrong, why) in reasons.items():
-        if wrong:
-            raise ConfigError(f"{setting} does not go with gradients that a caller accumulates: {why}")
 
 
 @dataclass(frozen=True)

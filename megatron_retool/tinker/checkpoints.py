@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker.requests import CheckpointPath
-from megatron_retool.tinker.run_store import Checkpoint, RunStore
+from megatron_retool.tinker.run_store import RECORD_NAME, Checkpoint, RunStore
 from sglang_rollout.gateway.errors import ApiError
 
 Deleted = Callable[[CheckpointPath], Awaitable[None]]
@@ -95,6 +96,34 @@ class Checkpoints:
             await self._deleted(checkpoint.path)
         self._checkpoints[checkpoint.path] = checkpoint
         return checkpoint
+
+    async def copy(self, source: Checkpoint, path: CheckpointPath, ttl_seconds: int | None) -> None:
+        """Make a checkpoint of the files of another, which stay as long as either of them.
+
+        Args:
+            ttl_seconds: how long the copy lives; None: for ever.
+        """
+
+        async def fill(directory: Path) -> None:
+            # Links take no space, and nothing writes into a checkpoint's files once they are there.
+            await asyncio.to_thread(
+                shutil.copytree,
+                self.directory(source.path),
+                directory,
+                copy_function=os.link,
+                ignore=shutil.ignore_patterns(RECORD_NAME),
+                dirs_exist_ok=True,
+            )
+
+        copied = Checkpoint(
+            path,
+            source.base_model,
+            source.lora,
+            source.with_optimizer,
+            user_metadata=source.user_metadata,
+            expires_at=expiry(ttl_seconds),
+        )
+        await self.write(copied, fill)
 
     async def change(
         self, checkpoint: Checkpoint, *, public: bool | None = None, ttl: tuple[int | None] | None = None

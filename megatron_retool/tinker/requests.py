@@ -107,6 +107,21 @@ class LoadWeights:
     user_metadata: Mapping[str, str] | None
 
 
+@dataclass(frozen=True)
+class CopyWeights:
+    """copy_weights: a checkpoint of either kind, as one of a new run.
+
+    Attributes:
+        session_id: in which the run is; None: in a new session.
+        ttl_seconds: that the copy lives; None: for ever.
+    """
+
+    source: CheckpointPath
+    session_id: str | None
+    model_seq_id: int
+    ttl_seconds: int | None
+
+
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
     """One prompt, and what is asked of it.
@@ -350,6 +365,22 @@ def read_load_weights(body: Json) -> LoadWeights:
         model_seq_id=required_integer(body, "model_seq_id") if session_id is not None else None,
         base_model=text(body, "base_model", default="") or None,
         user_metadata=metadata(body),
+    )
+
+
+def read_copy_weights(body: Json) -> CopyWeights:
+    """The request to copy, checked field by field. This server has no projects: whichever is named, the copy is here.
+
+    Raises:
+        ApiError: a field is missing, of another type or out of range.
+    """
+    session_id = text(body, "session_id", default="") or None
+    text(body, "destination_project_id", default="")
+    return CopyWeights(
+        source=checkpoint_path(body, "source_path"),
+        session_id=session_id,
+        model_seq_id=0 if session_id is None else required_integer(body, "model_seq_id"),
+        ttl_seconds=lifetime(body),
     )
 
 

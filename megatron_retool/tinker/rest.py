@@ -8,6 +8,7 @@ from typing import Any
 from megatron_retool.tinker.checkpoints import expiry
 from megatron_retool.tinker.external_weights import URL_SECONDS
 from megatron_retool.tinker.requests import KINDS, CheckpointPath, checkpoint_path, lifetime
+from megatron_retool.tinker.run_store import RECORD_NAME
 from megatron_retool.tinker.service import TinkerService
 from megatron_retool.tinker.training_run import TrainingRun
 from sglang_rollout.gateway.errors import ApiError, invalid
@@ -114,7 +115,7 @@ class Rest:
             raise invalid("checkpoint", f"{path} has no URLs: take one of save_weights_external")
         directory = self._service.checkpoints.directory(checkpoint.path)
         token = self._service.downloads.open(directory)
-        names = sorted(each.name for each in directory.iterdir() if each.name != "checkpoint.json")
+        names = sorted(each.name for each in directory.iterdir() if each.name != RECORD_NAME)
         return {"urls": {name: f"{root}/{token}/{name}" for name in names}, "expires": expiry(int(URL_SECONDS))}
 
     def get_info(self, identifier: str) -> Answer:

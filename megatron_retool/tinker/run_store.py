@@ -25,6 +25,8 @@ from megatron_retool.runs.files import atomic_write
 from megatron_retool.tinker.requests import KINDS, CheckpointPath, LoraSettings
 from megatron_retool.untrusted import load_own_json
 
+RECORD_NAME = "checkpoint.json"
+"""What is known of a checkpoint; without it, it is none."""
 _PARTIAL = ".partial"
 _OLD = ".old"
 
@@ -43,6 +45,7 @@ class RunRecord:
         saved: path of its last training checkpoint.
         unsaved_calls: calls since then that changed its weights, its optimizer or its gathered gradients.
         ended: it takes no further calls; its checkpoints stay.
+        copied_from: path of the checkpoint that it holds a copy of, which is all that it is for; None: it was trained.
     """
 
     id: str
@@ -55,6 +58,7 @@ class RunRecord:
     saved: str | None = None
     unsaved_calls: int = 0
     ended: bool = False
+    copied_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class RunStore:
         partial, final = self._partial(checkpoint.path), self.directory(checkpoint.path)
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
         checkpoint = dataclasses.replace(checkpoint, size_bytes=size)
-        _write(partial / "checkpoint.json", checkpoint)
+        _write(partial / RECORD_NAME, checkpoint)
         old = final.with_name(f".{final.name}{_OLD}")
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -165,12 +169,12 @@ class RunStore:
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Note what changed about a checkpoint."""
-        _write(self.directory(checkpoint.path) / "checkpoint.json", checkpoint)
+        _write(self.directory(checkpoint.path) / RECORD_NAME, checkpoint)
 
     def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint's files, the one that makes it a checkpoint first."""
         # Without this file it is no checkpoint, however much of it a kill leaves.
-        (self.directory(path) / "checkpoint.json").unlink(missing_ok=True)
+        (self.directory(path) / RECORD_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.directory(path), ignore_errors=True)
 
     def runs(self) -> Iterator[RunRecord]:
@@ -187,7 +191,7 @@ class RunStore:
                 shutil.rmtree(directory, ignore_errors=True)
             elif directory.name.endswith(_OLD):
                 self._restore(directory)
-        for file in self._runs.glob("*/*/*/checkpoint.json"):
+        for file in self._runs.glob(f"*/*/*/{RECORD_NAME}"):
             read = _read(file)
             read |= {"path": CheckpointPath(**read["path"]), "lora": LoraSettings(**read["lora"])}
             found.append(Checkpoint(**read))

@@ -23,7 +23,7 @@ from megatron_retool.http_listener import (
 )
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker.promises import Outcome
-from megatron_retool.tinker.requests import metadata, read_create_model, required_text
+from megatron_retool.tinker.requests import metadata, read_copy_weights, read_create_model, required_text
 from megatron_retool.tinker.rest import Rest, path_of_route
 from megatron_retool.tinker.service import TinkerService
 from megatron_retool.untrusted import load_json
@@ -131,6 +131,7 @@ class TinkerServer:
             *(web.post(f"{PREFIX}/{path}", self._with_body(answer)) for path, answer in posts.items()),
             *(web.get(f"{PREFIX}/{path}", _get(answer)) for path, answer in gets.items()),
             web.post(f"{PREFIX}/create_session", self._create_session),
+            web.post(f"{PREFIX}/copy_weights", self._copy_weights),
             web.post(f"{PREFIX}/sessions/{{id}}/finish", self._finish),
             web.post(f"{PREFIX}/forward_backward", self._forward_backward),
             web.post(f"{PREFIX}/retrieve_future", self._retrieve),
@@ -213,8 +214,9 @@ class TinkerServer:
         tags = body.get("tags") or []
         if not isinstance(tags, list) or not all(isinstance(each, str) for each in tags) or len(tags) > 64:
             raise invalid("tags", "expected at most 64 texts")
-        key = http.headers.get("X-Idempotency-Key", "")[:200]
-        session = await self._service.sessions.create([each[:200] for each in tags], metadata(body), key)
+        session = await self._service.sessions.create(
+            [each[:200] for each in tags], metadata(body), _idempotency_key(http)
+        )
         return _reply({"type": "create_session", "session_id": session.record.id, "warning_message": _UNEMBED})
 
     async def _heartbeat(self, body: Json) -> dict[str, Any]:
@@ -255,6 +257,11 @@ class TinkerServer:
 
     # Checkpoints.
 
+    async def _copy_weights(self, http: web.Request) -> web.Response:
+        request = read_copy_weights(await self._json(http))
+        with self._serving(http):
+            return _reply(await self._service.training.copy(request, _idempotency_key(http)))
+
     async def _delete(self, http: web.Request) -> web.Response:
         await self._rest.delete(_path(http))
         return web.Response(status=204)
@@ -282,6 +289,10 @@ def _loaded(body: bytes) -> Any:
         return load_json(body)
     except ValueError as error:
         raise invalid("body", f"no JSON: {error}") from error
+
+
+def _idempotency_key(http: web.Request) -> str:
+    return http.headers.get("X-Idempotency-Key", "")[:200]
 
 
 def _path(http: web.Request) -> Any:

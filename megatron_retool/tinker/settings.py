@@ -7,6 +7,7 @@ from pathlib import Path
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.config.accumulation import check_runs
 from megatron_retool.data.tokenizer import TOKENIZER_FILES
 from megatron_retool.tinker.served_model import ServedModel
 
@@ -23,7 +24,8 @@ def server_config(config: Config, directory: Path) -> Config:
     Raises:
         ConfigError: settings do not go with a server of runs.
     """
-    learner, engine = config.learner, config.rollout.engine
+    # Only trajectories of one group share a prefix; a run's recipe, which may name its model here, often says so.
+    learner, engine = dataclasses.replace(config.learner, share_prefixes=False), config.rollout.engine
     if config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
         raise ConfigError(
             "cluster.placement=colocated lets learner and engines take turns on the GPUs, and the server needs both at "
@@ -37,7 +39,8 @@ def server_config(config: Config, directory: Path) -> Config:
         )
     lora = learner.lora if learner.lora.rank else dataclasses.replace(learner.lora, rank=RANK)
     targets = [each for each in lora.targets if each != "experts"]
-    if "experts" in lora.targets and Architecture.from_pretrained(config.model.path, config.model.families).is_moe:
+    architecture = Architecture.from_pretrained(config.model.path, config.model.families)
+    if "experts" in lora.targets and architecture.is_moe:
         raise ConfigError(
             "learner.lora.targets names experts, whose adapters the engines do not load: set it to [attention, mlp]"
         )
@@ -53,6 +56,7 @@ def server_config(config: Config, directory: Path) -> Config:
         trainer=dataclasses.replace(config.trainer, runs_dir=str(place.parent), experiment_name=place.name),
     )
     validate(config)
+    check_runs(config, architecture.with_predictors() if config.learner.mtp.train else architecture)
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,7 @@ from megatron_retool.tinker.promises import Outcome, Promises, failure, json_out
 from megatron_retool.tinker.requests import (
     TRAINED,
     CheckpointPath,
+    CopyWeights,
     CreateModel,
     LoadWeights,
     LoraSettings,
@@ -84,6 +86,7 @@ class Training:
         self.queue = RunQueue(config.share_seconds)
         self._runs: dict[str, TrainingRun] = {}
         self._held_bytes = 0
+        self._copying = asyncio.Lock()
 
     def restore(self) -> None:
         """Take in what is on disk: in a thread, before anything else."""
@@ -194,6 +197,39 @@ class Training:
         await self._build(run)
         if saved is not None:
             await self._trainer.load_run(run.id, self._checkpoints.directory(saved.path), with_optimizer=True)
+
+    async def copy(self, request: CopyWeights, key: str) -> Answer:
+        """copy_weights: a checkpoint of a new run, which takes no calls. The two share their files.
+
+        Args:
+            key: of the request, so that sending it twice makes one copy.
+        """
+        source = self._checkpoints.find(request.source, "source_path")
+        if request.session_id is not None:
+            session = self._sessions.alive(request.session_id)
+        else:
+            session = await self._sessions.create([], None, key)
+        run_id = f"{session.record.id}:train:{request.model_seq_id}"
+        path = dataclasses.replace(source.path, run=run_id)
+        async with self._copying:
+            known = self._runs.get(run_id)
+            if known is None:
+                await self._checkpoints.copy(source, path, request.ttl_seconds)
+                record = RunRecord(
+                    run_id,
+                    session.record.id,
+                    source.base_model,
+                    source.lora,
+                    user_metadata=None,
+                    ended=True,
+                    copied_from=str(source.path),
+                )
+                run = TrainingRun(record, self._store)
+                await run.note()
+                self._runs[run_id] = run
+            elif known.record.copied_from != str(source.path):
+                raise invalid("model_seq_id", f"the run {run_id} exists")
+        return {"tinker_path": str(path)}
 
     async def end(self, session_id: str) -> None:
         """Close the runs of a session; their checkpoints stay."""

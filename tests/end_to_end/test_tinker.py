@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.end_to_end.conftest import kill_driver, wait_until_gone
+from megatron_retool.config import CodeInterpreterConfig
+from tests.end_to_end.conftest import ROOT, FinishedRun, kill_driver, wait_until_gone
 from tests.serving.processes import lines_until, start
 from tests.tinker.served import NAME, make_model
+from tests.tinker.test_cookbook import COOKBOOK
+from tools.code_interpreter.process import SandboxServerProcess
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
 from tinker import types  # noqa: E402
@@ -21,12 +28,12 @@ IDS = [(7 * place) % 60 + 20 for place in range(24)]
 PROMPT = types.ModelInput.from_ints(IDS)
 
 
-def server(root: Path):
+def server(root: Path, model: Path, name: str = NAME):
     """The process, its marker and its URL."""
     words = [
-        "tinker", str(root / "model"), "--directory", str(root / "kept"), "--port", "0",
-        f"tinker.names={NAME}", "learner.dtype=float32", "learner.lora.rank=8", "rollout.engine.dtype=float32",
-        "rollout.engine.max_total_tokens=4096", "rollout.engine.max_running_requests=16",
+        "tinker", str(model), "--directory", str(root / "kept"), "--port", "0",
+        f"tinker.names={name}", "learner.dtype=float32", "learner.lora.rank=8", "rollout.engine.dtype=float32",
+        "rollout.engine.max_total_tokens=16384", "rollout.engine.max_running_requests=16",
         "rollout.engine.random_seed=1",
     ]  # fmt: skip
     process, marker = start(*words)
@@ -38,7 +45,7 @@ def server(root: Path):
 @pytest.mark.timeout(1800)
 def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
     make_model(tmp_path / "model")
-    process, marker, url = server(tmp_path)
+    process, marker, url = server(tmp_path, tmp_path / "model")
     try:
         client = tinker.ServiceClient(base_url=url, api_key="tml-local")
         run = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
@@ -65,7 +72,7 @@ def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
         expected = taught(run, IDS, 2)
     finally:
         kill_driver(process, marker)
-    process, marker, url = server(tmp_path)
+    process, marker, url = server(tmp_path, tmp_path / "model")
     try:
         client = tinker.ServiceClient(base_url=url, api_key="tml-local")
         resumed = client.create_training_client_from_state_with_optimizer(path).result()
@@ -76,3 +83,48 @@ def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
         assert not wait_until_gone(marker, 10)
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the cookbook is not installed: bash scripts/setup.sh")
+def test_the_cookbooks_loop_trains_the_demo_with_its_tool(demo_run: FinishedRun, tmp_path: Path):
+    """Whether it learns takes a well taught model and 20 steps: docs/tinker.md has the figures."""
+    name, steps = "Qwen/Qwen3-4B-Instruct-2507", 2
+    model = demo_run.run_dir / "sft_hf"
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).symlink_to(model)
+    process, marker, url = server(tmp_path, model, name)
+    sandbox = SandboxServerProcess(CodeInterpreterConfig(workers=2))
+    try:
+        sandbox.start()
+        environment = os.environ | {
+            "PYTHONPATH": str(COOKBOOK),
+            "TINKER_BASE_URL": url,
+            "TINKER_API_KEY": "tml-local",
+            "SANDBOX_URL": f"{sandbox.url}/run_code",
+            "HF_HUB_OFFLINE": "1",
+        }
+        words = [
+            f"data={demo_run.run_dir}/data/train.parquet", f"log_path={tmp_path}/log", f"max_steps={steps}",
+            "lora_rank=8", "groups_per_batch=4", "group_size=4",
+        ]  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "tinker_tool_use.py"), *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+    finally:
+        sandbox.stop()
+        kill_driver(process, marker)
+    found = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    found = [each for each in found if "env/all/reward/total" in each]
+    assert len(found) == steps
+    for each in found:
+        assert each["env/all/turns_per_episode"] > 1, "no response called the tool"
+        # The first order of the divergence between what the engine sampled from and the learner trains.
+        assert abs(each["optim/kl_sample_train_v1"]) < 1e-5

@@ -277,7 +277,7 @@ def test_a_wrong_request_is_refused_by_name_and_changes_nothing(dense: Path) -> 
 )
 def test_a_setting_that_does_not_go_with_it_is_named(dense: Path, settings: dict[str, Any]) -> None:
     from conversion.model.architecture import Architecture
-    from megatron_retool.learner.target_batch import check_accumulation
+    from megatron_retool.config.accumulation import check_accumulation
 
     architecture = Architecture.from_pretrained(dense / "hf")
     check_accumulation(Config(), architecture)

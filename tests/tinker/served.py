@@ -23,7 +23,7 @@ NAME = "Qwen/Qwen3-8B"
 CONTEXT = 512
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, context: int = CONTEXT) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -32,7 +32,7 @@ def make_model(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.2,
         tie_word_embeddings=False,
     )

@@ -1,4 +1,4 @@
-"""Recipes of the cookbook 0.6.1, unchanged, against the server over the in-process trainer and sampler."""
+"""Recipes of the cookbook 0.6.1, unchanged, against `megatron-retool tinker`: Megatron-Core learns, SGLang samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_retool.config import TinkerConfig
-from tests.tinker.served import NAME, served
+from tests.end_to_end.conftest import kill_driver
+from tests.serving.processes import lines_until, start
+from tests.tinker.served import NAME, make_model
 
 COOKBOOK = Path(sys.prefix) / "cookbook_only"
 """Where scripts/setup.sh puts requirements/cookbook_only.txt on hosts without a GPU."""
@@ -58,15 +59,32 @@ pytestmark = [
 ]
 
 
+CONTEXT = 32768
+"""The recipes ask for answers of this length."""
+
+
 @pytest.fixture(scope="module")
-def server(model_directory: Path, tmp_path_factory: pytest.TempPathFactory):
-    settings = TinkerConfig(stable_reinforce="stand_in")
-    with served(model_directory, tmp_path_factory.mktemp("kept"), settings, most_rank=32, context=32768) as found:
-        yield found
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("cookbook") / "model", CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def url(model_directory: Path, tmp_path_factory: pytest.TempPathFactory):
+    words = [
+        "tinker", str(model_directory), "--directory", str(tmp_path_factory.mktemp("kept")), "--port", "0",
+        f"tinker.names={NAME}", "tinker.stable_reinforce=stand_in", "learner.dtype=float32",
+        "rollout.engine.dtype=float32", "rollout.engine.max_total_tokens=65536",
+        "rollout.engine.max_running_requests=16",
+    ]  # fmt: skip
+    process, marker = start(*words)
+    try:
+        yield lines_until(process, "TINKER_BASE_URL=").partition("TINKER_BASE_URL=")[2].split()[0]
+    finally:
+        kill_driver(process, marker)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_to_its_end(server, model_directory, tmp_path, recipe):
+def test_a_recipe_runs_to_its_end(url, model_directory, tmp_path, recipe):
     module, arguments = RECIPES[recipe]
     # The cookbook reads the tokenizer of its model from a directory of that name.
     (tmp_path / NAME).parent.mkdir()
@@ -74,7 +92,7 @@ def test_a_recipe_runs_to_its_end(server, model_directory, tmp_path, recipe):
     logs = tmp_path / "logs"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(COOKBOOK), str(ROOT)]),
-        "TINKER_BASE_URL": server.url,
+        "TINKER_BASE_URL": url,
         "TINKER_API_KEY": "tml-local",
         "HF_HUB_OFFLINE": "1",
     }

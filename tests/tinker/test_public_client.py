@@ -366,6 +366,30 @@ def test_a_saved_state_is_continued_from_exactly(client, ids):
     assert found[1:] != expected[1:]
 
 
+def test_a_copy_outlives_its_source_and_its_run_takes_no_calls(client, ids):
+    rest = client.create_rest_client()
+    run = new_run(client)
+    taught(run, ids, 2)
+    state = run.save_state("middle", user_metadata={"a": "b"}).result().path
+    weights = run.save_weights_for_sampler("middle").result().path
+    expected = taught(run, ids, 2)
+    prompt = types.ModelInput.from_ints(ids)
+    sampled = client.create_sampling_client(model_path=weights).result().compute_logprobs(prompt).result()
+    copied = rest.copy_weights(state, "any project", ttl_seconds=3600).result()
+    copied_weights = rest.copy_weights(weights, "any project").result()
+    for path in (state, weights):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    assert len({state, copied, copied_weights}) == 3
+    assert taught(client.create_training_client_from_state_with_optimizer(copied), ids, 2) == expected
+    assert (
+        client.create_sampling_client(model_path=copied_weights).result().compute_logprobs(prompt).result() == sampled
+    )
+    found = rest.get_training_run_by_tinker_path(copied).result()
+    (kept,) = rest.list_checkpoints(found.training_run_id).result().checkpoints
+    assert (kept.checkpoint_type, kept.user_metadata) == ("training", {"a": "b"})
+    assert kept.expires_at is not None
+
+
 def test_a_name_is_used_once_unless_it_is_to_be_overwritten(client, ids):
     run = new_run(client)
     path = run.save_state("name").result().path

@@ -226,6 +226,28 @@ def test_a_retry_is_answered_alike_and_done_once(server, client):
     key = {"X-Idempotency-Key": "once"}
     sessions = [answered(f"{url}/create_session", {}, key)[1]["session_id"] for _ in range(2)]
     assert sessions[0] == sessions[1]
+    copied = {"source_path": new_run(client).save_state("kept").result().path, "destination_project_id": "mine"}
+    key = {"X-Idempotency-Key": "one copy"}
+    copies = [answered(f"{url}/copy_weights", copied, key) for _ in range(2)]
+    assert copies[0] == copies[1]
+    assert copies[0] != answered(f"{url}/copy_weights", copied, {"X-Idempotency-Key": "another"})
+
+
+def test_a_copy_that_cannot_be_is_refused(server, client):
+    run = new_run(client)
+    path = run.save_state("kept").result().path
+    session = client.holder.get_session_id()
+    taken = int(run.model_id.rpartition(":")[2])
+    for body, status, said in (
+        ({}, 400, "source_path"),
+        ({"source_path": path + "2"}, 404, "there is no checkpoint"),
+        ({"source_path": path, "ttl_seconds": 5}, 400, "ttl_seconds"),
+        ({"source_path": path, "session_id": session}, 400, "model_seq_id"),
+        ({"source_path": path, "session_id": "none", "model_seq_id": 9}, 404, "session_id: there is no such session"),
+        ({"source_path": path, "session_id": session, "model_seq_id": taken}, 400, f"the run {run.model_id} exists"),
+    ):
+        found, answer = answered(f"{server.url}/api/v1/copy_weights", body)
+        assert (found, said in str(answer)) == (status, True), (body, answer)
 
 
 def test_an_unknown_request_is_gone(server):
@@ -291,6 +313,8 @@ FIELDS = [
     "age_encryption_recipients",
     "allow_metadata_only",
     "optimizer_config",
+    "source_path",
+    "destination_project_id",
 ]
 ROUTES = [
     "create_session",
@@ -301,6 +325,7 @@ ROUTES = [
     "save_weights_for_sampler",
     "save_weights_external",
     "load_weights",
+    "copy_weights",
     "create_sampling_session",
     "asample",
     "retrieve_future",

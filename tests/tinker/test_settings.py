@@ -26,6 +26,10 @@ def test_learner_and_engines_have_adapters_of_one_rank(model_directory, tmp_path
     assert (own.rollout.engine.adapters.max_rank, own.rollout.engine.adapters.targets) == (8, ["mlp"])
 
 
+def test_a_runs_recipe_may_share_prefixes(model_directory, tmp_path):
+    assert configured(model_directory, tmp_path, "learner.share_prefixes=true").learner.share_prefixes is False
+
+
 def test_what_clients_are_told_of_the_model(model_directory, tmp_path):
     config = configured(
         model_directory, tmp_path, "tinker.names=[Qwen/Qwen3-8B]", "learner.lora.targets=[mlp]", "learner.lora.rank=32"
@@ -48,6 +52,8 @@ def test_what_clients_are_told_of_the_model(model_directory, tmp_path):
         ),
         (["tinker.api_key=secret"], "tinker.api_key does not begin with tml-"),
         (["tinker.names=['']"], "tinker.names has an empty name"),
+        (["learner.dtype=float16"], "learner.dtype=float16 does not go with several runs"),
+        (["learner.optimizer.name=muon"], "learner.optimizer.name=muon"),
     ],
 )
 def test_settings_that_do_not_go(model_directory, tmp_path, overrides, message):
