@@ -8,8 +8,9 @@ rows are arranged, and the dimension that tensor parallelism splits.  ``WeightMa
     to_hf      full Megatron-Core tensor -> Hugging Face tensors (linear, so it maps gradients too)
     shard      full tensor               -> one tensor-parallel rank's part
     merge      every rank's part         -> the full tensor
+    hf_parts   one rank's part           -> what it is of the Hugging Face tensors
 
-All four follow from two facts about a mapping: ``segments``, which says where each run of rows of the Megatron-Core
+All five follow from two facts about a mapping: ``segments``, which says where each run of rows of the Megatron-Core
 tensor comes from, and ``shard_rows``, which says which rows a rank owns.
 
 Names are those of Megatron-Core's local layer spec with global layer and expert numbers; ``canonical_name`` maps the
@@ -41,6 +42,8 @@ class WeightMapError(InputError):
     """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
 
 
+PART = ".part:"
+"""Between the name of a tensor and which part of it is meant."""
 FULL_PRECISION_DTYPES = ("float32", "bfloat16", "float16", "float64")
 IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and that are a function of the config."""
@@ -250,6 +253,69 @@ def merge(mapping: Mapping, shards: Sequence[Tensor]) -> Tensor:
             target[start:stop] = part[position : position + stop - start]
             position += stop - start
     return full
+
+
+@dataclass(frozen=True)
+class HFPart:
+    """Indices ``start`` to ``start + size`` of dimension ``dim`` of a Hugging Face tensor, and all of the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dim: int
+    start: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.size == self.shape[self.dim]
+
+    @property
+    def wire_name(self) -> str:
+        """Name under which engines are sent the part (``sglang_plugins/weight_parts.py`` reads it)."""
+        if self.is_whole:
+            return self.name
+        return f"{self.name}{PART}{'x'.join(map(str, self.shape))}:{self.dim}:{self.start}"
+
+
+def hf_parts(mapping: Mapping, part: Tensor, tp_size: int, tp_rank: int) -> Iterator[tuple[HFPart, Tensor]]:
+    """What a rank's part of the Megatron-Core tensor is of the Hugging Face tensors; padding rows are dropped.
+
+    The parts of all ranks together are what ``to_hf`` makes of the merged tensor.
+    """
+    columns = mapping.shard_columns(tp_size, tp_rank)
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    row = 0
+    for low, high in mapping.shard_rows(tp_size, tp_rank) if tp_size > 1 else ((0, mapping.mcore_shape[0]),):
+        for segment in mapping.row_segments(low, high):
+            rows = segment.stop - segment.start
+            if segment.source is not None:
+                runs.setdefault(segment.source, []).append((segment.start, row, rows))
+            row += rows
+    for source, found in sorted(runs.items()):
+        name, shape = mapping.hf_names[source], mapping.hf_shapes[source]
+        for start, pieces in _adjacent(sorted(found)):
+            tensor = _joined([part[row : row + rows] for row, rows in pieces])
+            if columns is not None and tp_size > 1:
+                yield HFPart(name, shape, 1, columns[0], columns[1] - columns[0]), tensor
+            else:
+                yield HFPart(name, shape, 0, start, len(tensor)), tensor
+
+
+def _adjacent(runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Runs of Hugging Face rows that follow one another, as (first row, [(row of the part, rows)])."""
+    end, pieces, first = -1, list[tuple[int, int]](), 0
+    for start, row, rows in runs:
+        if pieces and start != end:
+            yield first, pieces
+            pieces = []
+        if not pieces:
+            first = start
+        pieces.append((row, rows))
+        end = start + rows
+    if pieces:
+        yield first, pieces
 
 
 def shard_shape(mapping: Mapping, tp_size: int, tp_rank: int) -> tuple[int, ...]:

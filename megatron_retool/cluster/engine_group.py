@@ -147,7 +147,9 @@ class EngineGroup:
         return next((number for number, own in self._urls.items() if own == url), None)
 
     def by_sender(self, urls: Sequence[str]) -> dict[int, list[str]]:
-        """``urls`` of engines by the learner rank that gives them their weights (``Placement.sender``)."""
+        """``urls`` of engines by the learner rank that gives them their weights (``Placement.sender``), or by each."""
+        if self._config.weight_sync.method == "sharded":
+            return {rank: list(urls) for rank in range(self._config.learner.world_size)}
         numbers = {url: number for number, url in self._urls.items()}
         senders: dict[int, list[str]] = {}
         for url in urls:

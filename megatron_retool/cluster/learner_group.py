@@ -63,6 +63,8 @@ BROADCAST_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 Other ranks keep them, for NVLink's switches add gradients up faster than the GPUs do."""
 
 
+BROADCASTS = ("distributed", "sharded")
+"""Methods of weight sync with process groups of learner and engines."""
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Bucket = list[tuple[str, torch.Tensor]]
@@ -88,7 +90,7 @@ class LearnerWorker:
         self.gpus = tuple(gpus)
         if gpus:  # before anything asks CUDA for its devices
             devices = visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            chosen = GPU_ENVIRONMENT | (BROADCAST_ENVIRONMENT if config.weight_sync.method == "distributed" else {})
+            chosen = GPU_ENVIRONMENT | (BROADCAST_ENVIRONMENT if config.weight_sync.method in BROADCASTS else {})
             os.environ.update(chosen | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
         redirect_output(config.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
 
@@ -219,6 +221,13 @@ class LearnerWorker:
         from sglang_rollout.weight_sync.push import push_weights
 
         own = senders.get(self.rank, [])
+        if self.config.weight_sync.method == "sharded":
+            parts = self.learner.own_parts(self.config.weight_sync.bucket_bytes)
+            with self._phase(Phase.WEIGHT_SYNC):
+                try:
+                    return push_weights(parts, own, version, self.config)
+                except WeightSyncError as error:
+                    return error
         if self.config.learner.lora.sends_adapter:
             buckets = _Export(self.learner.export_adapter(sorted(senders)))
         else:
@@ -426,7 +435,11 @@ class LearnerGroup:
         answers = await self._on_all_ranks(LearnerWorker.sync_weights, senders, version)
         errors = [answer for answer in answers if isinstance(answer, WeightSyncError)]
         if errors:
-            raise WeightSyncError("; ".join(map(str, errors)), [url for error in errors for url in error.engines])
+            # Ranks that send together have the same to say.
+            said = dict.fromkeys(map(str, errors))
+            raise WeightSyncError(
+                "; ".join(said), list(dict.fromkeys(url for error in errors for url in error.engines))
+            )
         return SyncReport.together([answer for answer in answers if isinstance(answer, SyncReport)]).metrics()
 
     # Runs of callers that train by themselves (``learner.adapter_runs``). Each method raises RequestRefused where the

@@ -221,9 +221,9 @@ def check_weight_sync(config: Config, placement: Placement) -> None:
     method = config.weight_sync.method
     for index in range(config.rollout.engine.count):
         placement.sender(index, method)
-    if method == "distributed" and placement.colocated:
+    if method in ("distributed", "sharded") and placement.colocated:
         raise ConfigError(
-            "weight_sync.method=distributed joins learner and engines by NCCL, which takes no two processes on one GPU "
+            f"weight_sync.method={method} joins learner and engines by NCCL, which takes no two processes on one GPU "
             "(cluster.placement=colocated): set weight_sync.method=tensor"
         )
 

@@ -126,6 +126,8 @@ def validate(config: Config) -> None:
         _check_async(config)
     if config.weight_sync.delta:
         _check_delta(config)
+    if config.weight_sync.method == "sharded":
+        _check_sharded(config)
     if learner.match_engine == "exact":
         _check_exact(config)
 
@@ -303,6 +305,32 @@ def _check_delta(config: Config) -> None:
         "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
     }
     _refuse_first("weight_sync.delta=true", reasons, ", or set delta to false")
+
+
+def _check_sharded(config: Config) -> None:
+    """Raise ConfigError where weights cannot come in parts."""
+    engine, sync = config.rollout.engine, config.weight_sync
+    reasons = {
+        f"rollout.engine.backend={engine.backend}": (
+            engine.backend != "sglang",
+            "only SGLang's servers take parts: set it to sglang",
+        ),
+        f"rollout.engine.quantization={engine.quantization}": (
+            engine.quantization is not None,
+            "a scale may belong to rows of several parts: set it to null",
+        ),
+        f"weight_sync.round_to={sync.round_to}": (
+            sync.round_to is not None,
+            "a scale may belong to rows of several parts: set it to null",
+        ),
+        "weight_sync.verify=true": (
+            sync.verify,
+            "no rank has the whole tensors, whose checksums the engines say: set it to false",
+        ),
+        "weight_sync.delta=true": (sync.delta, "its checksums are those of whole tensors: set it to false"),
+        "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
+    }
+    _refuse_first("weight_sync.method=sharded", reasons, ", or take another method")
 
 
 def _what_timing_decides(

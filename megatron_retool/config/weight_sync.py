@@ -11,9 +11,10 @@ from megatron_retool.config.base import at_least_one, choice, positive
 class WeightSyncConfig:
     """The way of the weights, and what is compared afterwards."""
 
-    method: str = choice("distributed", "tensor", "disk")
+    method: str = choice("distributed", "tensor", "disk", "sharded")
     """distributed: NCCL or gloo broadcast from rank 0. tensor: shared memory or CUDA IPC, each engine from a learner
-    rank of its node, colocated from the one on its first GPU. disk: files in the run."""
+    rank of its node, colocated from the one on its first GPU. disk: files in the run. sharded: as distributed, but
+    every rank broadcasts the parts that it holds, and no tensor is gathered."""
     bucket_bytes: int = at_least_one(512 * 2**20, maximum=2**40)
     """Size of the pieces in which weights travel."""
     verify: bool = False

@@ -58,7 +58,7 @@ from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
 from megatron_retool.learner.teacher import FrozenTeacher
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
-from megatron_retool.learner.weights import export_hf_weights
+from megatron_retool.learner.weights import OwnParts, export_hf_weights
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -593,10 +593,18 @@ class Learner:
         They are the policy's, with adapters merged into them, and without layers for multi-token prediction: an engine
         has those of its draft's directory.
         """
+        return export_hf_weights(*self._exported(), bucket_bytes, receivers, self._exported_value())
+
+    def own_parts(self, bucket_bytes: int = 512 * 2**20) -> OwnParts:
+        """What this rank holds of the weights that ``export_weights`` gathers, for engines; every rank calls it."""
+        return OwnParts(*self._exported(), bucket_bytes, self._exported_value())
+
+    def _exported(self) -> tuple[Sequence[Any], Architecture]:
         data_parallel.finish_gathering(self.model_chunks)
-        policy = dataclasses.replace(self.architecture, predictors=0)
-        value = adapters.MergedWeights(self.model_chunks) if self.config.learner.lora.rank else None
-        return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers, value)
+        return self.model_chunks, dataclasses.replace(self.architecture, predictors=0)
+
+    def _exported_value(self) -> adapters.MergedWeights | None:
+        return adapters.MergedWeights(self.model_chunks) if self.config.learner.lora.rank else None
 
     def export_adapter(self, receivers: Sequence[int] = (0,)) -> Iterator[list[tuple[str, Tensor]]]:
         """Only the policy's adapters: ``adapters.export_factors``."""

@@ -31,6 +31,7 @@ from conversion.model.weight_map import (
     WeightMap,
     WeightMapError,
     canonical_name,
+    hf_parts,
     merge,
     shard_shape,
     to_hf,
@@ -179,6 +180,59 @@ def export_hf_weights(
     yield from _gather(model_chunks, architecture, bucket_bytes, value or weight_value, receivers, buffers=True)
 
 
+class OwnParts:
+    """What this rank sends of a model that each rank sends its own parts of: of every part one rank, the first that
+    has it. Nothing is gathered.
+
+    Every rank makes it, which exchanges who holds what. It can be walked over again: buckets of about ``bucket_bytes``
+    bytes, with the names of ``HFPart.wire_name``; the tensors may be views of the live parameters.
+
+    Args:
+        value: as of ``export_hf_weights``.
+
+    Raises:
+        WeightMapError: the family stores experts as one tensor, of which no rank has a run of rows or columns.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        architecture: Architecture,
+        bucket_bytes: int = 512 * 2**20,
+        value: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._own, world, mappings = _held(model_chunks, architecture, value or weight_value, buffers=True)
+        self._value = value or weight_value
+        self._bucket_bytes = bucket_bytes
+        if stacked := next((mapping for mapping in mappings if mapping.is_stacked), None):
+            raise WeightMapError(
+                f"{stacked.hf_names[0]}: experts that are stored as one tensor are not sent part by part: set "
+                "weight_sync.method to another one"
+            )
+        rank = dist.get_rank()
+        self._sent = [
+            (mapping, len(replicas), tp_rank)
+            for mapping, replicas in _replicas(mappings, world)
+            for tp_rank, ranks in sorted(replicas.items())
+            if ranks[0] == rank
+        ]
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[list[tuple[str, Tensor]]]:
+        bucket: list[tuple[str, Tensor]] = []
+        filled = 0
+        for mapping, tp_size, tp_rank in self._sent:
+            value = self._value(self._own[mapping.mcore_name])
+            for part, tensor in hf_parts(mapping, value, tp_size, tp_rank):
+                if bucket and filled + tensor.nbytes > self._bucket_bytes:
+                    yield bucket
+                    bucket, filled = [], 0
+                bucket.append((part.wire_name, tensor))
+                filled += tensor.nbytes
+        if bucket:
+            yield bucket
+
+
 @torch.no_grad()
 def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, Tensor]:
     """Every parameter's reduced gradient under its Hugging Face name, on global rank 0; empty elsewhere.
@@ -254,6 +308,21 @@ def _gather(
     receivers: Sequence[int],
     buffers: bool,
 ) -> Iterator[list[tuple[str, Tensor]]]:
+    own, world, mappings = _held(model_chunks, architecture, value, buffers)
+    device = next(iter(own.values())).device
+    stacker = Stacker(WeightMap(architecture).hf_shapes)
+    for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
+        yield list(stacker.add_all(_exchange(bucket, own, value, device)))
+
+
+def _held(
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    value: Callable[[Tensor], Tensor],
+    buffers: bool,
+) -> tuple[dict[str, Tensor], list[_RankContents], list[Mapping]]:
+    """This rank's tensors by their names in the weight map, what each rank holds, and what is exported. Every rank
+    calls it."""
     own: dict[str, Tensor] = dict((global_tensors if buffers else global_parameters)(model_chunks))
     contents = _RankContents(
         _node(),
@@ -263,11 +332,7 @@ def _gather(
     )
     world = _of_all_ranks(contents)
     weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
-    device = next(iter(own.values())).device
-    mappings = [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
-    stacker = Stacker(weight_map.hf_shapes)
-    for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
-        yield list(stacker.add_all(_exchange(bucket, own, value, device)))
+    return own, world, [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
 
 
 @torch.no_grad()
@@ -315,6 +380,25 @@ def _plan(
     def source(receiver: int, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda rank: (rank != receiver, world[rank].node != world[receiver].node, rank))
 
+    for mapping, replicas in _replicas(mappings, world):
+        tp_size = len(replicas)
+        yield [
+            _Part(
+                mapping,
+                tp_size,
+                tp_rank,
+                {receiver: source(receiver, replicas[tp_rank]) for receiver in receivers},
+                world[replicas[tp_rank][0]].dtypes[mapping.mcore_name],
+            )
+            for tp_rank in range(tp_size)
+        ]
+
+
+def _replicas(
+    mappings: Sequence[Mapping], world: Sequence[_RankContents]
+) -> Iterator[tuple[Mapping, dict[int, list[int]]]]:
+    """Every mapping with the global ranks, ascending, that hold each of its parts: one for each tensor-parallel rank
+    where that splits it, else one. A function of ``world``: same on all ranks."""
     holders: dict[str, list[int]] = defaultdict(list)
     for rank, contents in enumerate(world):
         for name in contents.dtypes:
@@ -327,16 +411,7 @@ def _plan(
         replicas: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
             replicas[world[rank].place.of(mapping)[1] if tp_size > 1 else 0].append(rank)
-        yield [
-            _Part(
-                mapping,
-                tp_size,
-                tp_rank,
-                {receiver: source(receiver, replicas[tp_rank]) for receiver in receivers},
-                world[replicas[tp_rank][0]].dtypes[mapping.mcore_name],
-            )
-            for tp_rank in range(tp_size)
-        ]
+        yield mapping, replicas
 
 
 def _buckets(plan: Iterator[list[_Part]], bucket_bytes: int) -> Iterator[list[list[_Part]]]:

@@ -120,6 +120,7 @@ class SGLangEngine:
         from sglang_rollout.weight_sync.disk import DiskWeightSync
         from sglang_rollout.weight_sync.distributed import DistributedWeightSync
         from sglang_rollout.weight_sync.quantization import weight_conversion
+        from sglang_rollout.weight_sync.sharded import ShardedWeightSync
         from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
         config, settings = self.config, self.config.weight_sync
@@ -135,6 +136,8 @@ class SGLangEngine:
             return AdapterWeightSync(base_urls, settings=lora, method=method, directory=directory, **common)
         if settings.method == "disk":
             return DiskWeightSync(base_urls, directory=directory, model_path=config.model.path, **common)
+        if settings.method == "sharded":
+            return ShardedWeightSync(base_urls, **common)
         if settings.delta:
             # What an engine makes of a change is compared each time: an error would stay in all later weights.
             common |= {"delta": DeltaEncoder(settings.delta_whole_every), "verify": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
@@ -42,6 +42,14 @@ class DistributedWeightSync(ServerWeightSync):
         if self._group is None:
             self._connect()
         super()._begin()
+
+    def send_to(self, infos: Mapping[str, dict[str, Any]], bucket: Bucket) -> None:
+        """Bring one bucket into the engines, which have an update open and are described by ``infos``; the first call
+        joins them."""
+        if self._group is None:
+            self._infos = {url: infos[url] for url in self.engines}
+            self._connect()
+        self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")

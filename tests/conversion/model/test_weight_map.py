@@ -1,4 +1,4 @@
-"""The weight map's four functions as properties; tests/admission holds its names against transformers."""
+"""The weight map's five functions as properties; tests/admission holds its names against transformers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from conversion.model.weight_map import (
     WeightMapError,
     canonical_name,
     checkpoint_place,
+    hf_parts,
     merge,
     shard,
     shard_shape,
@@ -103,6 +104,26 @@ def test_round_trip_through_shards_is_exact(tp: int, data: st.DataObject) -> Non
         assert list(again) == list(mapping.hf_names)
         for name, tensor in zip(mapping.hf_names, tensors, strict=True):
             assert torch.equal(again[name], tensor)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_parts_of_all_ranks_are_the_hugging_face_tensors(tp: int, data: st.DataObject) -> None:
+    for mapping in padded_map(data.draw(architectures(tp)), tp):
+        tensors = dict(zip(mapping.hf_names, numbered(mapping), strict=True))
+        full = to_mcore(mapping, list(tensors.values()))
+        ranks = range(tp if mapping.tp_dim is not None else 1)
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        written = 0
+        for rank in ranks:
+            for part, tensor in hf_parts(mapping, shard(mapping, full, len(ranks), rank), len(ranks), rank):
+                assert part.shape == tuple(found[part.name].shape)
+                found[part.name].narrow(part.dim, part.start, part.size).copy_(tensor)
+                written += tensor.numel()
+        assert written == sum(tensor.numel() for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            assert torch.equal(found[name], tensor), name
 
 
 @given(data=st.data())
