@@ -47,7 +47,7 @@ def engine_checks(models: Sequence[tuple[Path, Architecture]], directory: Path, 
         by_engine = by_class or unserved_on_cpu(architecture, served)
         refused.append((by_class, by_engine))
         if not by_class:
-            place = _published(source, architecture, served, directory / str(number))
+            place = published(source, architecture, served, directory / str(number))
             longest = architecture.sliding_window if WHOLE_PAST.intersection(served) else None
             sequences = [] if by_engine else parity.engine_sequences(longest)
             loads.append(Load(str(number), str(place), str(place / _WEIGHTS), sequences=sequences))
@@ -68,7 +68,7 @@ def _class_names(directory: Path) -> list[str]:
     return json.loads((directory / "config.json").read_text()).get("architectures") or []
 
 
-def _published(source: Path, architecture: Architecture, served: list[str], place: Path) -> Path:
+def published(source: Path, architecture: Architecture, served: list[str], place: Path) -> Path:
     """The model with a config.json in the form that it came in: transformers 5 leaves keys out that SGLang reads.
 
     On a CPU SGLang makes the positions of DeepSeek's classes only where they are stretched. The log-probs of these

@@ -11,6 +11,7 @@ from conversion.files.checksums import CHECKPOINT_NAME
 from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
 from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.exact.coverage import check_operators
 from megatron_retool.loop.rollout_files import step_path
@@ -105,6 +106,11 @@ def check_model(config: Config, *, learns: bool) -> None:
     config.learner.layout(architecture)
     if config.learner.match_engine == "exact":
         check_operators(architecture)
+    if config.weight_sync.method == "sharded" and any(mapping.is_stacked for mapping in WeightMap(architecture)):
+        raise ConfigError(
+            f"weight_sync.method=sharded sends rows and columns, and the experts of model.path={config.model.path} "
+            f"({architecture.family}) are stored as one tensor: set it to distributed"
+        )
     if config.algorithm.distillation.teacher_path:
         config.algorithm.distillation.teacher_architecture(architecture, config.learner, config.model.families)
     if config.learner.routing_replay != "none" and not architecture.is_moe:

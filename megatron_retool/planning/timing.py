@@ -327,8 +327,9 @@ def weight_sync_seconds(
     The export assembles bucket by bucket where all other shards arrive (nothing arrives where one rank has everything):
     on rank 0, or with "tensor" beside every engine at once, from the same node where that holds a whole model.  Then
     "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model once and every
-    engine reads it.  An adapter without the weights is one bucket, which "distributed" sends to one engine after
-    another, in base64.
+    engine reads it.  "sharded" assembles nothing: each rank that holds a part of its own broadcasts it to one engine
+    after another, and an engine takes the parts of all of them.  An adapter without the weights is one bucket, which
+    "distributed" sends to one engine after another, in base64.
     """
     size = weight_sync_bytes(architecture, config.learner)
     alone = config.learner.lora.sends_adapter
@@ -339,6 +340,10 @@ def weight_sync_seconds(
     # Pipeline stages are the outermost of the ranks' order: with several nodes they are on different ones.
     on_one_node = config.learner.pipeline_model_parallel_size == 1 and stage_ranks <= machines.per_node
     reach = stage_ranks if method == "tensor" and on_one_node else config.learner.world_size
+    if method == "sharded":
+        link = machines.bandwidth_between(machines.count) * assumptions.link_efficiency
+        messages = model_ranks * math.ceil(size / model_ranks / config.weight_sync.bucket_bytes)
+        return size * max(1.0, config.rollout.engine.count / model_ranks) / link + messages * assumptions.bucket_seconds
     gather = size * (1 - 1 / model_ranks) / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     if method == "disk":
         reads = config.rollout.engine.count / machines.nodes

@@ -29,6 +29,8 @@ class Load:
         directory: with the config.json that chooses and shapes the class; an engine's weights too.
         tensors: safetensors file.
         override: of config.json.
+        halves: dimension in which a tensor is cut, by its name: both halves come by themselves, as
+            ``weight_sync.method=sharded`` sends them. None: all come whole.
         sequences: token ids to score with an engine of ``directory``, seven or more each; none: no engine is built.
     """
 
@@ -37,6 +39,7 @@ class Load:
     tensors: str
     override: dict[str, Any] = field(default_factory=dict)
     sequences: list[list[int]] = field(default_factory=list)
+    halves: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,8 @@ def test_death_of_a_node_that_ran_a_sandbox_does_not_stop_the_run(demo_run: Fini
 
 @pytest.mark.slow
 def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
-    """One of two ranks is killed after step 3: the run goes on from step 2's checkpoint, with the same engine."""
+    """One of two ranks, which send engines their own parts of the weights, is killed after step 3: the run goes on from
+    step 2's checkpoint, with the same engine."""
     process, marker = demo_run.command_line.start(
         "train",
         "trainer.experiment_name=bereft",
@@ -335,6 +336,8 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
         "trainer.val_before_train=false",
         "trainer.total_steps=5",
         "trainer.save_freq=2",
+        "learner.tensor_model_parallel_size=2",
+        "weight_sync.method=sharded",
     )
     run_dir = demo_run.run_dir.with_name("bereft")
     deadline = time.monotonic() + 300

@@ -362,6 +362,14 @@ def test_weights_travel_slower_through_files() -> None:
     assert WeightSyncConfig().bucket_bytes > 0
 
 
+def test_weights_that_are_not_gathered_travel_faster() -> None:
+    apart = ("cluster.placement=disaggregated", "learner.world_size=8", "learner.context_parallel_size=1")
+    seconds = {
+        method: recipe(f"weight_sync.method={method}", *apart)[1].weight_sync for method in ("distributed", "sharded")
+    }
+    assert 0.5 * seconds["distributed"] < seconds["sharded"] < seconds["distributed"]
+
+
 @pytest.mark.parametrize("method", ["tensor", "disk"])
 def test_an_adapter_travels_in_a_fraction_of_the_time(method: str) -> None:
     lora = ("learner.lora.rank=32", f"weight_sync.method={method}")

@@ -93,8 +93,33 @@ def load(case: dict[str, Any]) -> list[str]:
             data.view(torch.uint8).fill_(0x7F)  # e4m3's NaN
         else:
             data.fill_(float("nan"))
-    model.load_weights(iter(load_file(case["tensors"]).items()))
+    tensors = load_file(case["tensors"])
+    for half in (0, 1) if case["halves"] else (0,):
+        model.load_weights(iter(half_of(tensors, half, case["halves"])))
     return [name for name, data in parameters.items() if bool(data.float().isnan().any())]
+
+
+def half_of(tensors: dict[str, torch.Tensor], half: int, dims: dict[str, int]) -> list[tuple[str, torch.Tensor]]:
+    """What one of two tensor-parallel ranks of a learner sends: the first also what tensor parallelism does not split.
+
+    Args:
+        dims: that it splits, by the tensors' names.
+    """
+    if not dims:
+        return list(tensors.items())
+    from sglang_rollout.engine.sglang_plugins.weight_parts import weight_part
+
+    found = []
+    for name, tensor in tensors.items():
+        dim = dims.get(name)
+        if dim is None and half == 0:
+            found.append((name, tensor))
+        elif dim is not None:
+            first = -(-tensor.shape[dim] // 2)
+            start, size = (0, first) if half == 0 else (first, tensor.shape[dim] - first)
+            place = f"{'x'.join(map(str, tensor.shape))}:{dim}:{start}"
+            found.append(weight_part(f"{name}.part:{place}", tensor.narrow(dim, start, size)))
+    return found
 
 
 if __name__ == "__main__":

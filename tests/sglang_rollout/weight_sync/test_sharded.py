@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,13 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conversion.model.weight_map import HFPart
+from conversion.model.weight_map import HFPart, WeightMap
+from megatron_retool.admission.engine_checks import published, unserved
 from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch, save_model
+from megatron_retool.admission.requests import architecture_of, one_of_each_family, shrunk_config
+from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
 from megatron_retool.config import ConfigError, EngineConfig, load_config
+from megatron_retool.loop.checks import check_model
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts
+from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
 from tests.learner.test_checkpoint import EP, ETP, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model
 
@@ -123,6 +128,15 @@ def test_settings_that_do_not_go_with_it(override: str, words: str) -> None:
     assert "weight_sync.method=sharded" in str(error.value) and words in str(error.value)
 
 
+def test_experts_in_one_tensor_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (request,) = (each for each in one_of_each_family() if architecture_of(each).family == "gpt_oss")
+    save_model(random_model(shrunk_config(request)), tmp_path)
+    settings = [f"model.path={tmp_path}", "weight_sync.method=sharded", "rollout.engine.device=cuda"]
+    config = load_config(None, [*settings, "cluster.gpus_per_node=2"])
+    with pytest.raises(ConfigError, match="weight_sync.method=sharded sends rows and columns"):
+        check_model(config, learns=True)
+
+
 def _push(
     world: int, layout: dict[str, Any], directory: Path, urls: list[str], key: str, versions: int, pid: int | None
 ) -> dict[str, Any]:
@@ -218,3 +232,25 @@ def test_real_engines_hold_what_the_ranks_sent(
     assert largest <= 1.11 * largest_whole / layout.get(TP, 1), "no rank holds more than its part"
     if len(engines) > 1:
         assert found["dead"] == [(urls[0],)] * world, "every rank knows which engine died while weights were sent"
+
+
+def test_every_familys_class_takes_halves(tmp_path: Path) -> None:
+    """SGLang's own class of every built-in family writes each parameter whole from what two ranks send."""
+    loads = []
+    for request in one_of_each_family():
+        architecture = architecture_of(request)
+        directory = save_model(random_model(shrunk_config(request)), tmp_path / architecture.family)
+        classes = json.loads((directory / "config.json").read_text())["architectures"]
+        if unserved(architecture, classes):
+            continue
+        place = published(directory, architecture, classes, tmp_path / f"{architecture.family} for the engine")
+        dims = {
+            name: mapping.tp_dim
+            for mapping in WeightMap(architecture).exported()
+            for name in mapping.hf_names
+            if mapping.tp_dim is not None and not mapping.is_stacked
+        }
+        loads.append(Load(architecture.family, str(place), str(place / "model.safetensors"), halves=dims))
+    found = load_into_engine_classes(loads, tmp_path)
+    assert {name: loaded.wrong for name, loaded in found.items() if loaded.wrong} == {}
+    assert len(found) > 20
