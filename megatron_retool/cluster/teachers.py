@@ -14,7 +14,14 @@ import numpy.typing as npt
 from megatron_retool.config import ConfigError, DistillationConfig, TeacherConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.trajectory import TrajectoryBatch
-from sglang_rollout.engine.base import EngineClientError, EngineFailed, EngineTimeout, EngineUnavailable, ScoreRequest
+from sglang_rollout.engine.base import (
+    EngineClientError,
+    EngineFailed,
+    EngineTimeout,
+    EngineUnavailable,
+    ScoredText,
+    ScoreRequest,
+)
 from sglang_rollout.engine.client import SGLangClient
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 60.0
@@ -45,11 +52,11 @@ class Teachers:
     def __init__(self, config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
         self._config = config
         self._encode = encode
-        self._by_source: dict[str, _Teacher] = {}
-        self._teachers: list[_Teacher] = []
+        self._by_source: dict[str, TeacherClient] = {}
+        self._teachers: list[TeacherClient] = []
 
     async def __aenter__(self) -> Teachers:
-        self._teachers = [_Teacher(settings, self._config) for settings in self._config.teachers]
+        self._teachers = [TeacherClient(settings, self._config) for settings in self._config.teachers]
         self._by_source = {
             source: teacher for teacher in self._teachers for source in teacher.settings.data_sources or [""]
         }
@@ -97,7 +104,7 @@ class Teachers:
                 task.cancel()
         return found
 
-    def _teacher_of(self, data_source: str) -> _Teacher:
+    def _teacher_of(self, data_source: str) -> TeacherClient:
         teacher = self._by_source.get(data_source) or self._by_source.get("")
         if teacher is None:
             raise ConfigError(
@@ -141,7 +148,7 @@ def _check_encoding(teacher: str, text: str, tokens: list[int], own: list[int]) 
         )
 
 
-class _Teacher:
+class TeacherClient:
     """One server."""
 
     def __init__(self, settings: TeacherConfig, config: DistillationConfig) -> None:
@@ -168,6 +175,22 @@ class _Teacher:
                 "that is not finite"
             )
         return scores
+
+    async def likeliest(self, ids: Sequence[int], start: int, count: int) -> list[list[tuple[int, float]]]:
+        """(id, log-prob) of the ``count`` most probable tokens in the place of each of ``ids`` from ``start`` on.
+
+        Raises:
+            TeacherFailure: as ``score``.
+        """
+        async with self._places:
+            request = ScoreRequest(ids, start, likeliest=count)
+            found: ScoredText = await self._asked("score", functools.partial(self.client.score_text, request))
+        if len(found.likeliest) != len(ids) - start:
+            raise TeacherFailure(
+                f"the teacher {self.settings.url} gave the likeliest tokens of {len(found.likeliest)} places of "
+                f"{len(ids) - start}"
+            )
+        return found.likeliest
 
     async def check_tokenizer(self, encode: Callable[[str], list[int]]) -> None:
         """See ``Teachers``."""

@@ -44,6 +44,7 @@ COMMANDS = (
     Command(
         "data construct", "plain reasoning to reasoning with code, for SFT", "megatron_retool.commands.data_construct"
     ),
+    Command("data score", "a teacher's likeliest tokens in traces, for SFT", "megatron_retool.commands.data_score"),
     Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
     Command("doctor", "whether this machine can train: every layer, with the cure", "megatron_retool.commands.doctor"),
     Command("admit", "whether a model can be trained: held against transformers", "megatron_retool.commands.admit"),

@@ -28,9 +28,10 @@ class SFTStage:
     """Tokens of a conversation, or of each response of a pair with its prompt."""
     overlong: str = choice("drop", "truncate", "error")
     """What happens to a conversation of more than max_length tokens."""
-    loss: str = choice("cross_entropy", "dpo")
+    loss: str = choice("cross_entropy", "dpo", "top_k")
     """cross_entropy: imitate the conversations. dpo: direct preference optimization, on pairs of a chosen and a
-    rejected response (sft.chosen_key, sft.rejected_key), against model.path as the reference policy."""
+    rejected response (sft.chosen_key, sft.rejected_key), against model.path as the reference policy. top_k: KL from a
+    teacher's most probable tokens at each token, in files of megatron-retool data score."""
     beta: float = positive(0.1)
     """dpo: how far the policy may move from the reference policy; smaller is farther."""
     label_smoothing: float = number(0.0, minimum=0, below=0.5)

@@ -124,6 +124,12 @@ def validate(config: Config) -> None:
         )
     if config.trainer.mode == "async":
         _check_async(config)
+    for number, stage in enumerate(config.sft.stages):
+        if stage.loss == "top_k" and learner.mtp.train:
+            raise ConfigError(
+                f"sft.stages[{number}].loss=top_k does not go with learner.mtp.train=true, whose layers learn the "
+                "tokens that were written: set that to false"
+            )
     if config.weight_sync.delta:
         _check_delta(config)
     if config.weight_sync.method == "sharded":

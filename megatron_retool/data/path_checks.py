@@ -50,7 +50,7 @@ def check_stage_files(config: Config) -> None:
     for number, stage in enumerate(config.sft.stages):
         if not stage.train_files:
             raise ConfigError(f"sft.stages[{number}].train_files is empty: name at least one file")
-        read = _read_pairs if stage.loss == "dpo" else _read_conversations
+        read = {"dpo": _read_pairs, "top_k": _read_scored}.get(stage.loss, _read_conversations)
         _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, read)
         _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, read)
 
@@ -144,6 +144,15 @@ def _read_pairs(config: Config, files: Sequence[str]) -> object:
 
     sft = config.sft
     return [read_pairs(file, sft.prompt_key, sft.chosen_key, sft.rejected_key, sft.tools_key) for file in files]
+
+
+def _read_scored(config: Config, files: Sequence[str]) -> object:
+    from megatron_retool.data.scored_dataset import read_scored
+
+    directory = Path(config.model.path)
+    known = (directory / "config.json").is_file()
+    size = Architecture.from_pretrained(directory, config.model.families).vocab_size if known else 2**31
+    return [read_scored(file, size) for file in files]
 
 
 def is_made_by_the_demo(config: Config, path: str) -> bool:

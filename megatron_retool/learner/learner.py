@@ -28,6 +28,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.algorithms.token_losses import bind_token_loss
+from megatron_retool.algorithms.top_tokens import TopTokens
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.config.accumulation import check_accumulation
 from megatron_retool.learner import adapters, cpu, data_parallel, parallel
@@ -42,6 +43,7 @@ from megatron_retool.learner.losses import (
     policy_update_loss,
     sft_update_loss,
     sft_weights,
+    top_tokens_loss,
 )
 from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
 from megatron_retool.learner.multi_token_prediction import PredictionLoss
@@ -397,6 +399,31 @@ class Learner:
         metrics = self._learn("sft", batch, "loss_mask", {}, loss)
         return {name.removeprefix("sft/"): value for name, value in metrics.items()}
 
+    def top_tokens_update(self, batch: TrajectoryBatch, top: TopTokens) -> dict[str, float]:
+        """One optimizer step towards a teacher's most probable tokens, at the tokens of ``loss_mask``.
+
+        The loss is sum(loss_weights * KL), see ``algorithms.top_tokens``.
+
+        Returns:
+            loss, grad_norm, lr.
+        """
+        metrics = self._learn("sft", batch, "loss_mask", {}, top_tokens_loss(batch, top), candidates=top.ids)
+        return {name.removeprefix("sft/"): value for name, value in metrics.items()}
+
+    def top_tokens_loss(self, batch: TrajectoryBatch, top: TopTokens) -> float:
+        """The loss of ``top_tokens_update``, without a gradient."""
+        loss, parts = top_tokens_loss(batch, top), list[dict[str, Tensor]]()
+
+        def note(micro_batch: MicroBatch, output: Tensor) -> None:
+            parts.append(loss(micro_batch, output).metrics)
+
+        for chunk in self.model_chunks:
+            chunk.eval()
+        micro_batches = self.packer.micro_batches(batch, candidates=top.ids)
+        with torch.no_grad():
+            forward(self.model_chunks, micro_batches, self._head_settings, self.packer.max_tokens, note)
+        return reduce_over_ranks(parts, self.layout, self.device)["sft/loss"]
+
     def _learn(
         self,
         room: str,
@@ -406,12 +433,13 @@ class Learner:
         loss: MicroBatchLoss,
         routing: RoutingPass | None = None,
         step_without_loss: bool = True,
+        candidates: npt.NDArray[np.int32] | None = None,
     ) -> dict[str, float]:
         if self.has_gradients:
             raise RequestRefused("an update would drop what was accumulated: call apply before it")
         start = self._update_start = time.perf_counter()
         plan = self.packer.plan(batch)
-        micro_batches = self.packer.micro_batches(batch, head_on, plan)
+        micro_batches = self.packer.micro_batches(batch, head_on, plan, candidates=candidates)
         self.clear_gradients()
         options = {**head_options, "routing": routing}
         if self.architecture.predictors:

@@ -18,6 +18,7 @@ from megatron_retool.algorithms.policy_loss import (
     with_own_old_log_probs,
 )
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
+from megatron_retool.algorithms.top_tokens import TopTokens, top_tokens_divergence
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.pipeline import reported_once, whole_sequences
 from megatron_retool.registry import Need
@@ -142,6 +143,23 @@ def sft_update_loss(batch: TrajectoryBatch) -> MicroBatchLoss:
         value = -(share * output[0]).sum()
         pair = torch.stack([value.detach().double(), torch.zeros((), dtype=torch.float64, device=value.device)])
         return LossOutput(value, {"sft/loss": pair})
+
+    return loss
+
+
+def top_tokens_loss(batch: TrajectoryBatch, top: TopTokens) -> MicroBatchLoss:
+    """sum(sft_weights * KL) over the tokens that a context-parallel rank has, as metric sft/loss too.
+
+    The head has read ``top.ids`` in place of each response token.
+    """
+    weights = sft_weights(batch)
+
+    def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+        share = micro_batch.column(weights)[micro_batch.slots]
+        teacher = micro_batch.column(top.log_probs)[micro_batch.slots]
+        value = (share * top_tokens_divergence(output[:-1].t(), teacher)).sum()  # the last column is the entropy
+        pair = torch.stack([value.detach(), torch.zeros_like(value)])
+        return LossOutput(value.float(), {"sft/loss": pair})
 
     return loss
 

@@ -289,6 +289,7 @@ class Packer:
         head_on: str = "loss_mask",
         plan: Plan | None = None,
         targets: Int64Array | None = None,
+        candidates: npt.NDArray[np.int32] | None = None,
     ) -> list[MicroBatch]:
         """This rank's micro-batches.
 
@@ -299,10 +300,11 @@ class Packer:
             plan: the batch's, where it is known.
             targets: int64 [T, K], what the head reads each response token for: these are predicted from it, where it
                 would otherwise be predicted from the token before. ``head_on`` is then not read.
+            candidates: int32 [T, K], the tokens that the head reads in place of each response token.
         """
         plan = plan or self.plan(batch)
         mine = [each for each in plan.shares[self.data_rank] if self.context_rank in each.context_ranks]
-        return [self._cut(batch, plan.stream, plan.units, planned, head_on, targets) for planned in mine]
+        return [self._cut(batch, plan.stream, plan.units, planned, head_on, targets, candidates) for planned in mine]
 
     def balance_metrics(self, batch: TrajectoryBatch, plan: Plan) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
@@ -342,6 +344,7 @@ class Packer:
         planned: PlannedMicroBatch,
         head_on: str,
         given: Int64Array | None,
+        candidates: npt.NDArray[np.int32] | None,
     ) -> MicroBatch:
         cp, rows = len(planned.context_ranks), planned.rows
         layout, context_rank = replace(self.layout, context=cp), self.context_rank - planned.context_ranks.start
@@ -366,7 +369,8 @@ class Packer:
         slots = responses.slots(batch, head_on if given is None else "response")
         heads = (boundaries[responses.owner] + responses.places)[slots]
         if given is None:
-            heads, targets = heads - 1, batch.response_ids[responses.positions[slots]].astype(np.int64)
+            read = batch.response_ids if candidates is None else candidates
+            heads, targets = heads - 1, read[responses.positions[slots]].astype(np.int64)
         else:
             targets = given[responses.positions]
 

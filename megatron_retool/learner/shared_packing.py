@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from conversion.model import flops
@@ -81,8 +82,9 @@ class SharedPrefixPacker(Packer):
         planned: PlannedMicroBatch,
         head_on: str,
         given: Int64Array | None,
+        candidates: npt.NDArray[np.int32] | None,
     ) -> MicroBatch:
-        assert given is None, "learner.share_prefixes: sequences with given targets are refused before"
+        assert given is None and candidates is None, "learner.share_prefixes: given targets are refused before"
         rows, tree = planned.rows, planned.tree
         assert tree is not None
         real = tree.num_tokens

@@ -16,10 +16,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from conversion.files.directory import COMPLETE_NAME
+from conversion.files.directory import COMPLETE_NAME, local_directory
+from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.stage_schedule import is_multiple
 from megatron_retool.config import Config, ConfigError, SFTStage
 from megatron_retool.data.preference_dataset import PreferenceDataset
+from megatron_retool.data.scored_dataset import ScoredDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
@@ -37,7 +39,7 @@ from megatron_retool.runs.checkpoints import (
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.sft.preferences import preference_loss, preference_update
-from megatron_retool.sft.stage import FineTuningStage, Window
+from megatron_retool.sft.stage import Dataset, FineTuningStage, Window
 
 if TYPE_CHECKING:
     from megatron_retool.learner.learner import Learner
@@ -127,8 +129,11 @@ class Run:
             self.console.print(f"stage {settings.name}: {steps} steps x {settings.batch_size}; {train.counts}")
         return stages
 
-    def _dataset(self, stage: SFTStage, files: list[str], tokenizer: Any) -> SFTDataset | PreferenceDataset:
-        sft = self.config.sft
+    def _dataset(self, stage: SFTStage, files: list[str], tokenizer: Any) -> Dataset:
+        sft, model = self.config.sft, self.config.model
+        if stage.loss == "top_k":
+            vocab_size = Architecture.from_pretrained(local_directory(model.path), model.families).vocab_size
+            return ScoredDataset(files, vocab_size, stage.max_length, stage.overlong)
         if stage.loss == "dpo":
             keys = (sft.prompt_key, sft.chosen_key, sft.rejected_key, sft.tools_key)
             return PreferenceDataset(files, tokenizer, stage.max_length, stage.overlong, *keys)
@@ -210,8 +215,11 @@ class Run:
 
     def _update(self, stage: FineTuningStage, step: int, window: Window) -> dict[str, float]:
         start = time.perf_counter()
-        batch = stage.train.batch(stage.order.rows(step - stage.first_step))
-        if stage.settings.loss == "dpo":
+        rows = stage.order.rows(step - stage.first_step)
+        batch = stage.train.batch(rows)
+        if isinstance(stage.train, ScoredDataset):
+            metrics = self.learner.top_tokens_update(batch, stage.train.top_tokens(rows))
+        elif stage.settings.loss == "dpo":
             metrics = preference_update(self.learner, batch, stage.settings)
         else:
             metrics = self.learner.sft_update(batch)
@@ -234,7 +242,10 @@ class Run:
         for first in range(0, len(stage.val), size):
             rows = np.arange(first, min(first + size, len(stage.val)))
             batch = stage.val.batch(rows)
-            if stage.settings.loss == "dpo":
+            if isinstance(stage.val, ScoredDataset):
+                loss = self.learner.top_tokens_loss(batch, stage.val.top_tokens(rows))
+                values, weight = {"loss": loss}, int(batch.loss_mask.sum())
+            elif stage.settings.loss == "dpo":
                 found, weight = preference_loss(self.learner, batch, stage.settings), len(rows)
                 values = {"loss": found.loss, "dpo_accuracy": found.metrics["dpo_accuracy"]}
             else:

@@ -10,7 +10,10 @@ import numpy as np
 
 from megatron_retool.config import SFTStage
 from megatron_retool.data.preference_dataset import PreferenceDataset
+from megatron_retool.data.scored_dataset import ScoredDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
+
+Dataset = SFTDataset | PreferenceDataset | ScoredDataset
 
 
 @dataclass
@@ -18,8 +21,8 @@ class FineTuningStage:
     """One stage with its data. Its steps are ``first_step`` … ``last_step`` of the run, counted from 1."""
 
     settings: SFTStage
-    train: SFTDataset | PreferenceDataset
-    val: SFTDataset | PreferenceDataset | None
+    train: Dataset
+    val: Dataset | None
     order: BatchOrder
     first_step: int
     last_step: int
