@@ -129,7 +129,7 @@ class LearnerWorker:
             hf_dir=self.config.model.path,
             mcore_dir=self.config.model.mcore_path,
             with_reference=not critic and algorithm.keeps_reference,
-            with_teacher=not critic and bool(algorithm.distillation.teacher_path),
+            with_teacher=not critic and bool(algorithm.distillation.paths),
             role="critic" if critic else "actor",
         )
         return socket.gethostname()

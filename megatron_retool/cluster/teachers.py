@@ -52,14 +52,10 @@ class Teachers:
     def __init__(self, config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
         self._config = config
         self._encode = encode
-        self._by_source: dict[str, TeacherClient] = {}
         self._teachers: list[TeacherClient] = []
 
     async def __aenter__(self) -> Teachers:
         self._teachers = [TeacherClient(settings, self._config) for settings in self._config.teachers]
-        self._by_source = {
-            source: teacher for teacher in self._teachers for source in teacher.settings.data_sources or [""]
-        }
         try:
             if self._config.check_tokenizer:
                 await asyncio.gather(*(teacher.check_tokenizer(self._encode) for teacher in self._teachers))
@@ -93,7 +89,7 @@ class Teachers:
                 return
             ids = [*prompts[row].tolist(), *batch.response_ids[part][: sampled[-1] + 1].tolist()]
             start = len(prompts[row]) + int(sampled[0])
-            scores = await self._teacher_of(data_sources[row]).score(ids, start)
+            scores = await self._teachers[self._config.teacher_of(data_sources[row])].score(ids, start)
             found[part][sampled] = np.asarray(scores, np.float32)[sampled - sampled[0]]
 
         tasks = [asyncio.ensure_future(score(row)) for row in range(len(batch))]
@@ -104,38 +100,30 @@ class Teachers:
                 task.cancel()
         return found
 
-    def _teacher_of(self, data_source: str) -> TeacherClient:
-        teacher = self._by_source.get(data_source) or self._by_source.get("")
-        if teacher is None:
-            raise ConfigError(
-                f"algorithm.distillation.teachers: no teacher names the data source {data_source!r}: add it to one's "
-                "data_sources, or leave one's empty"
-            )
-        return teacher
-
 
 def check_teacher_files(config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
-    """Compare the tokenizer of the teacher that the learner computes with the policy's.
+    """Compare the tokenizers of the teachers that the learner computes with the policy's.
 
     Args:
         encode: as for ``Teachers``.
 
     Raises:
-        ConfigError: it is another one, or the teacher's directory has none, where check_tokenizer is true.
+        ConfigError: one is another, or a teacher's directory has none, where check_tokenizer is true.
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.teacher_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"algorithm.distillation.teachers[0].path={config.teacher_path} has no tokenizer to compare with the "
-            f"policy's ({error}): put its files there, or set algorithm.distillation.check_tokenizer=false if you know "
-            "that it is the policy's"
-        ) from error
-    for text in PROBES:
-        tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
-        _check_encoding(config.teacher_path, text, tokens, encode(text))
+    for number, path in enumerate(config.paths):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"algorithm.distillation.teachers[{number}].path={path} has no tokenizer to compare with the policy's "
+                f"({error}): put its files there, or set algorithm.distillation.check_tokenizer=false if you know that "
+                "it is the policy's"
+            ) from error
+        for text in PROBES:
+            tokens = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+            _check_encoding(path, text, tokens, encode(text))
 
 
 def _check_encoding(teacher: str, text: str, tokens: list[int], own: list[int]) -> None:

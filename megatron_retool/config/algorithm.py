@@ -233,7 +233,7 @@ class AlgorithmConfig:
     @property
     def keeps_reference(self) -> bool:
         """Whether the learner keeps a frozen model: the initial policy where one is asked for, or a teacher."""
-        return bool(self.distillation.teacher_path) or (Need.REFERENCE in self.needs and not self.distillation.teachers)
+        return bool(self.distillation.paths) or (Need.REFERENCE in self.needs and not self.distillation.teachers)
 
     def _needs_of(self, name: str) -> Collection[Need]:
         """What the object that setting ``name`` names needs of the run; ExtensionError as ``Registry.bind``.

@@ -27,7 +27,7 @@ class TeacherConfig:
     """Sent as a bearer token; take it from the environment: ${oc.env:TEACHER_API_KEY}."""
     path: str = ""
     """In place of url: Hugging Face directory of a model that the learner computes itself, frozen, in the policy's
-    layout. It can teach by divergence, and it teaches all rows."""
+    layout. It can teach by divergence."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DistillationConfig:
     divergence: str = choice("none", "forward_kl", "reverse_kl", "jensen_shannon")
     """A term of the loss beside the policy's: how far the policy's distribution is from the teacher's at each sampled
     token, over the whole vocabulary. forward_kl: KL(teacher | policy); reverse_kl: KL(policy | teacher);
-    jensen_shannon: both to their mixture. The teacher has a path."""
+    jensen_shannon: both to their mixture. Teachers have a path."""
     divergence_weight: float = positive(1.0)
     """Its coefficient in the loss."""
     beta: float = fraction(0.5)
@@ -57,19 +57,34 @@ class DistillationConfig:
     """Compare each teacher's tokenizer with the policy's before the first step; false for servers without one."""
 
     @property
-    def teacher_path(self) -> str:
-        """Directory of the teacher that the learner computes; empty where teachers are servers, or there is none."""
-        return self.teachers[0].path if self.teachers else ""
+    def paths(self) -> list[str]:
+        """Directories of the teachers that the learner computes; empty where teachers are servers."""
+        return [teacher.path for teacher in self.teachers if teacher.path]
 
     @property
     def served(self) -> bool:
         """Whether teachers are servers."""
-        return bool(self.teachers) and not self.teacher_path
+        return bool(self.teachers) and not self.paths
 
-    def teacher_architecture(
+    def teacher_of(self, data_source: str) -> int:
+        """Number of the teacher of rows with this data_source.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        named = {source: number for number, each in enumerate(self.teachers) for source in each.data_sources or [""]}
+        number = named.get(data_source, named.get(""))
+        if number is None:
+            raise ConfigError(
+                f"algorithm.distillation.teachers: no teacher names the data source {data_source!r}: add it to one's "
+                "data_sources, or leave one's empty"
+            )
+        return number
+
+    def teacher_architectures(
         self, policy: Architecture, learner: LearnerConfig, families: Sequence[str] = ()
-    ) -> Architecture:
-        """The architecture of the teacher that has a path, once learner and policy can have it as a teacher.
+    ) -> list[Architecture]:
+        """The architectures of the teachers that have a path, once learner and policy can have them as teachers.
 
         Args:
             families: model.families.
@@ -79,12 +94,18 @@ class DistillationConfig:
                 does not divide it.
             UnsupportedArchitecture: see ``Architecture.from_pretrained``.
         """
+        return [self._architecture(number, policy, learner, families) for number in range(len(self.paths))]
+
+    def _architecture(
+        self, number: int, policy: Architecture, learner: LearnerConfig, families: Sequence[str]
+    ) -> Architecture:
         from conversion.model.architecture import Architecture
 
-        key = f"algorithm.distillation.teachers[0].path={self.teacher_path}"
-        if not Path(self.teacher_path).is_dir():
+        path = self.paths[number]
+        key = f"algorithm.distillation.teachers[{number}].path={path}"
+        if not Path(path).is_dir():
             raise ConfigError(f"{key} is no directory: give that of a Hugging Face model")
-        teacher = Architecture.from_pretrained(self.teacher_path, families)
+        teacher = Architecture.from_pretrained(path, families)
         if teacher.vocab_size != policy.vocab_size:
             raise ConfigError(
                 f"{key}: its vocabulary has {teacher.vocab_size} rows and the policy's has {policy.vocab_size}: take "
@@ -99,18 +120,18 @@ class DistillationConfig:
 
     def _check_divergence(self) -> None:
         key = "algorithm.distillation"
-        if any(teacher.path for teacher in self.teachers):
-            if len(self.teachers) > 1:
+        if self.paths:
+            if len(self.paths) < len(self.teachers):
                 raise ConfigError(
-                    f"{key}.teachers: one has a path, and the learner computes one teacher, for all rows: name only "
-                    "that one, or serve all of them with SGLang and give their urls"
+                    f"{key}.teachers: some have a path and some have none: the learner computes all of them, or serve "
+                    "all with SGLang and give their urls"
                 )
-            teacher = self.teachers[0]
-            if teacher.url or teacher.data_sources or teacher.api_key:
-                raise ConfigError(
-                    f"{key}.teachers[0].path={teacher.path} is computed by the learner, for all rows: leave out its "
-                    "url, api_key and data_sources"
-                )
+            for number, teacher in enumerate(self.teachers):
+                if teacher.url or teacher.api_key:
+                    raise ConfigError(
+                        f"{key}.teachers[{number}].path={teacher.path} is computed by the learner: leave out its url "
+                        "and api_key"
+                    )
         elif self.divergence != "none":
             raise ConfigError(
                 f"{key}.divergence={self.divergence} compares whole distributions, which the learner has only of a "
@@ -128,10 +149,8 @@ class DistillationConfig:
         self._check_divergence()
         taught: dict[str, str] = {}
         for number, teacher in enumerate(self.teachers):
-            if teacher.path:
-                continue
             key = f"algorithm.distillation.teachers[{number}]"
-            if not teacher.url.startswith(("http://", "https://")):
+            if not teacher.path and not teacher.url.startswith(("http://", "https://")):
                 raise ConfigError(f"{key}.url={teacher.url!r}: expected http://… or https://…")
             for source in teacher.data_sources or [""]:
                 if source in taught:

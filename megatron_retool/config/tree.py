@@ -88,7 +88,7 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
-    if algorithm.keeps_reference and not algorithm.distillation.teacher_path:
+    if algorithm.keeps_reference and not algorithm.distillation.paths:
         learner.lora.check_reference()
     _check_teachers(config)
     responses = config.data.train_batch_size * rollout.train.n
@@ -177,6 +177,11 @@ def _refuse_first(subject: str, reasons: Mapping[str, tuple[bool, str]], otherwi
 
 def _check_teachers(config: Config) -> None:
     """Raise ConfigError where teachers would score another distribution than the one that is sampled."""
+    if len(config.algorithm.distillation.paths) > 1 and config.learner.share_prefixes:
+        raise ConfigError(
+            "learner.share_prefixes=true does not go with several teachers in the learner, which read their rows "
+            "apart: set it to false"
+        )
     train = config.rollout.train
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     for name, value in whole.items() if config.algorithm.distillation.teachers else ():

@@ -57,7 +57,7 @@ from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
-from megatron_retool.learner.teacher import FrozenTeacher
+from megatron_retool.learner.teacher import last_hidden_states, teacher_of_rows, teachers_of
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import OwnParts, export_hf_weights
@@ -90,7 +90,7 @@ class Learner:
         architecture: instead of ``hf_dir``: a model with random weights.
         with_reference: also know the initial weights, for ``log_probs(reference=True)``: a frozen copy, or with
             learner.lora the model without its adapters.
-        with_teacher: in place of the initial weights, know the teacher of algorithm.distillation that has a path.
+        with_teacher: in place of the initial weights, know the teachers of algorithm.distillation that have a path.
         role: "actor", or "critic" for one value per token in place of the vocabulary.
 
     Raises:
@@ -171,10 +171,9 @@ class Learner:
             if config.learner.lora.path and role == "actor":
                 adapters.begin_with_files(chunks, architecture, config.learner.lora)
         self.reference_chunks: list[PackedModel] | None = None
-        self.teacher: FrozenTeacher | None = None
-        if with_teacher:
-            self.teacher = FrozenTeacher(config, architecture, self.acceleration)
-            self.reference_chunks = self.teacher.chunks
+        self.teachers = teachers_of(config, architecture, self.acceleration) if with_teacher else []
+        if self.teachers:
+            self.reference_chunks = [chunk for teacher in self.teachers for chunk in teacher.chunks]
         elif with_reference and not self._base_is_reference:
             self.reference_chunks = frozen_copy(
                 chunks, architecture, self.transformer_config, self.acceleration, config.learner.share_prefixes
@@ -235,7 +234,7 @@ class Learner:
         (see ``routing_replay.RoutingReplay``).
 
         Args:
-            reference: of the initial weights, or of the teacher.
+            reference: of the initial weights, or of the teacher, of several by the column ``teacher``.
             temperature: pi = softmax(logits / temperature).
             sampling: instead of ``temperature``: pi is what rollouts with these settings are sampled from, after
                 temperature, top_p, top_k and min_p (``algorithms/sampling.py``).
@@ -258,17 +257,32 @@ class Learner:
         head_options = _head_options(temperature, sampling)
         micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
-        own_choice = reference and self.teacher is not None
+        own_choice = reference and bool(self.teachers)
         routing = replay.reading(batch, reference) if replay and not own_choice else None
         base = reference and self._base_is_reference
-        with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
-            found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
+        if reference and len(self.teachers) > 1:
+            found = self._read_by_teachers(batch, head_options)
+        else:
+            with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
+                found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
         answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
         if routing and routing.counts:
             answer["routing_flips"] = _routing_flips(routing, batch)
         return answer
+
+    def _read_by_teachers(self, batch: TrajectoryBatch, head_options: dict[str, Any]) -> FloatArray:
+        """float32 [2, T], log-probs and entropy, of each row by its teacher."""
+        found = np.zeros((2, batch.num_response_tokens), np.float32)
+        numbers = teacher_of_rows(batch)
+        of_tokens = np.repeat(numbers, batch.response_lengths)
+        for number in np.unique(numbers):
+            rows = batch.select(np.flatnonzero(numbers == number))
+            chunks = self.teachers[number].chunks
+            micro_batches = self.packer.micro_batches(rows)
+            found[:, of_tokens == number] = self._read(micro_batches, 2, rows.num_response_tokens, head_options, chunks)
+        return found
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
         """The critic's value of the state in which each response token is generated: float32 [T]."""
@@ -438,7 +452,9 @@ class Learner:
         if self.has_gradients:
             raise RequestRefused("an update would drop what was accumulated: call apply before it")
         start = self._update_start = time.perf_counter()
-        plan = self.packer.plan(batch)
+        distillation = self.config.algorithm.distillation
+        taught = room == "actor" and bool(self.teachers) and distillation.divergence != "none"
+        plan = self.packer.plan(batch, teacher_of_rows(batch) if taught and len(self.teachers) > 1 else None)
         micro_batches = self.packer.micro_batches(batch, head_on, plan, candidates=candidates)
         self.clear_gradients()
         options = {**head_options, "routing": routing}
@@ -446,15 +462,14 @@ class Learner:
             scaling_factor = self.config.learner.mtp.loss_scaling_factor
             predictions = PredictionLoss(batch, self.architecture.predictors, scaling_factor)
             options["predictions"], loss = predictions, predictions.beside(loss)
-        distillation = self.config.algorithm.distillation
-        if room == "actor" and self.teacher is not None and distillation.divergence != "none":
+        if taught:
             teaching = TeacherLoss(
                 Divergence(distillation.divergence, distillation.beta, distillation.top_k),
                 distillation.divergence_weight,
                 batch,
                 micro_batches,
-                self.teacher.hidden_states(micro_batches, self.packer.max_tokens),
-                self.teacher.head_weight,
+                last_hidden_states(self.teachers, micro_batches, self.packer.max_tokens),
+                [teacher.head_weight for teacher in self.teachers],
             )
             options["teacher"], loss = teaching, teaching.beside(loss)
         biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []

@@ -76,6 +76,7 @@ class MicroBatch:
         predictions: one for each layer for multi-token prediction.
         context_size: how many context-parallel ranks share it.
         context_rank: which of them this is. Rank 0 reports what all of them know.
+        part: of a plan of parts (``Packer.plan``).
     """
 
     rows: Int64Array
@@ -96,6 +97,7 @@ class MicroBatch:
     predictions: tuple[Prediction, ...] = ()
     context_size: int = 1
     context_rank: int = 0
+    part: int = 0
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The micro-batch's part [R] of a batch column [T]."""
@@ -111,12 +113,14 @@ class PlannedMicroBatch:
         context_ranks: the context-parallel ranks that share it.
         num_tokens: that the model computes, without padding.
         tree: of the rows' sequences, where common prefixes stand once.
+        part: of ``Packer.plan``.
     """
 
     rows: Int64Array
     context_ranks: range
     num_tokens: int = 0
     tree: PrefixTree | None = None
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,17 +192,32 @@ class Packer:
         ranks = layout.context * (layout.tensor if layout.sequence_parallel else 1)
         return int(np.lcm(layout.micro_batch_multiple, self.token_multiple * ranks))
 
-    def plan(self, batch: TrajectoryBatch) -> Plan:
+    def plan(self, batch: TrajectoryBatch, parts: Int64Array | None = None) -> Plan:
         """The micro-batches of every data-parallel rank.
 
         All ranks get equally many, under VPP a multiple of the pipeline size; ranks that have too few sequences get
         empty ones.
 
+        Args:
+            parts: int64 [N]; a micro-batch has rows of one part, and all ranks get equally many of each. Rows of one
+                unit have the same.
+
         Raises:
             ValueError: one sequence exceeds the token budget; the message names its row.
         """
         stream, units = Stream(batch), self.units(batch)
-        return Plan(stream, units, self._shares(stream, units))
+        if parts is None:
+            return Plan(stream, units, self._shares(stream, units))
+        shares: list[list[PlannedMicroBatch]] = [[] for _ in range(self.layout.data)]
+        for part in np.unique(parts):
+            rows, lengths = np.flatnonzero(parts == part), stream.lengths
+            planned = self.shares_of_lengths(lengths[rows], numbered(units[rows]))
+            for share, more in zip(shares, planned, strict=True):
+                share += [
+                    replace(each, rows=rows[each.rows], num_tokens=int(lengths[rows[each.rows]].sum()), part=int(part))
+                    for each in more
+                ]
+        return Plan(stream, units, shares)
 
     def _shares(self, stream: Stream, units: Int64Array) -> list[list[PlannedMicroBatch]]:
         lengths = stream.lengths
@@ -411,6 +430,7 @@ class Packer:
             predictions=predictions,
             context_size=cp,
             context_rank=context_rank,
+            part=planned.part,
         )
 
     def _prediction(

@@ -1,6 +1,6 @@
-"""A frozen model in the learner's processes whose distribution the policy learns from (on-policy distillation).
+"""Frozen models in the learner's processes whose distributions the policy learns from (on-policy distillation).
 
-Before an update the teacher reads the mini-batch's micro-batches in the same layout as the policy, and each last
+Before an update each teacher reads the micro-batches of its rows in the same layout as the policy, and each last
 pipeline stage keeps the teacher's last hidden states of the tokens that its head reads (``teacher_loss.py``).
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ from megatron_retool.learner.model import PolicyModel, build_transformer_config
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.pipeline import forward
 from megatron_retool.learner.precision import Acceleration
+from megatron_retool.trajectory import TrajectoryBatch
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class FrozenTeacher:
@@ -25,31 +30,27 @@ class FrozenTeacher:
 
     Args:
         config: the run's configuration.
-        policy: the policy's architecture.
+        architecture: the teacher's, of ``DistillationConfig.teacher_architectures``.
+        path: its Hugging Face directory.
 
     Attributes:
         chunks: this rank's virtual pipeline stages; nothing changes their weights.
-        architecture: the teacher's.
-
-    Raises:
-        ConfigError: see ``DistillationConfig.teacher_architecture``.
     """
 
-    def __init__(self, config: Config, policy: Architecture, acceleration: Acceleration) -> None:
-        learner, distillation = config.learner, config.algorithm.distillation
-        self.architecture = distillation.teacher_architecture(policy, learner, config.model.families)
+    def __init__(self, config: Config, architecture: Architecture, path: str, acceleration: Acceleration) -> None:
+        learner = config.learner
         self.chunks = initial_chunks(
             PolicyModel,
-            self.architecture,
+            architecture,
             build_transformer_config(
-                self.architecture,
+                architecture,
                 learner,
-                learner.layout(self.architecture),
+                learner.layout(architecture),
                 acceleration,
                 deterministic=config.trainer.deterministic,
             ),
             acceleration,
-            hf_dir=distillation.teacher_path,
+            hf_dir=path,
             mcore_dir=None,
             verify=config.trainer.verify_checkpoints,
             share_prefixes=learner.share_prefixes,
@@ -75,3 +76,39 @@ class FrozenTeacher:
         last = self.chunks[-1]
         assert isinstance(last, PolicyModel)
         return last.head_weight()
+
+
+def teachers_of(config: Config, policy: Architecture, acceleration: Acceleration) -> list[FrozenTeacher]:
+    """This rank's parts of all teachers that have a path, in the order of the configuration.
+
+    Raises:
+        ConfigError: see ``DistillationConfig.teacher_architectures``.
+    """
+    distillation = config.algorithm.distillation
+    found = distillation.teacher_architectures(policy, config.learner, config.model.families)
+    pairs = zip(found, distillation.paths, strict=True)
+    return [FrozenTeacher(config, architecture, path, acceleration) for architecture, path in pairs]
+
+
+def last_hidden_states(
+    teachers: Sequence[FrozenTeacher], micro_batches: Sequence[MicroBatch], max_tokens: int
+) -> list[Tensor]:
+    """``FrozenTeacher.hidden_states`` of each micro-batch by the teacher of its number, in the order of
+    ``micro_batches``, which are in the order of their teachers."""
+    found: list[Tensor] = []
+    for number, teacher in enumerate(teachers):
+        own = [each for each in micro_batches if each.part == number]
+        if own:
+            found += teacher.hidden_states(own, max_tokens)
+    return found
+
+
+def teacher_of_rows(batch: TrajectoryBatch) -> Int64Array:
+    """int64 [N]: number of the teacher of each row: its column ``teacher``, which is the same for all of its tokens.
+
+    A row without a response token has the first one.
+    """
+    ends = np.cumsum(batch.response_lengths, dtype=np.int64)
+    first = np.minimum(ends - batch.response_lengths, max(batch.num_response_tokens - 1, 0))
+    numbers: Int64Array = np.where(batch.response_lengths > 0, batch.columns["teacher"][first], 0).astype(np.int64)
+    return numbers

@@ -29,8 +29,10 @@ class TeacherLoss:
         weight: algorithm.distillation.divergence_weight.
         mini_batch: whole, the same on every rank, with the column loss_weights.
         micro_batches: this rank's.
-        hidden: the teacher's last hidden states of each, [n, h]; empty on pipeline stages before the last.
-        head_weight: returns this rank's rows of the teacher's output layer, [V / TP, h].
+        hidden: the last hidden states that the micro-batch's teacher has of it, [n, h], in the order of
+            ``micro_batches``; empty on pipeline stages before the last.
+        head_weights: return this rank's rows of the teachers' output layers, [V / TP, h]; a micro-batch's teacher has
+            the number ``MicroBatch.part``.
     """
 
     def __init__(
@@ -40,9 +42,9 @@ class TeacherLoss:
         mini_batch: TrajectoryBatch,
         micro_batches: Sequence[MicroBatch],
         hidden: Sequence[Tensor],
-        head_weight: Callable[[], Tensor],
+        head_weights: Sequence[Callable[[], Tensor]],
     ) -> None:
-        self._head_weight = head_weight
+        self._head_weights = head_weights
         self._divergence = divergence
         self._mini_batch = mini_batch
         self._weight = weight
@@ -51,7 +53,8 @@ class TeacherLoss:
 
     def head(self, micro_batch: MicroBatch) -> TeacherHead:
         """The teacher's part of the head's work on ``micro_batch``."""
-        return TeacherHead(self._hidden[id(micro_batch)], self._head_weight(), self._divergence)
+        weight = self._head_weights[micro_batch.part]()
+        return TeacherHead(self._hidden[id(micro_batch)], weight, self._divergence)
 
     def note(self, divergence: Tensor) -> None:
         """Keep the micro-batch's divergence, float32 [n] at this rank's tokens, for the loss that is asked for next."""

@@ -111,8 +111,7 @@ def check_model(config: Config, *, learns: bool) -> None:
             f"weight_sync.method=sharded sends rows and columns, and the experts of model.path={config.model.path} "
             f"({architecture.family}) are stored as one tensor: set it to distributed"
         )
-    if config.algorithm.distillation.teacher_path:
-        config.algorithm.distillation.teacher_architecture(architecture, config.learner, config.model.families)
+    config.algorithm.distillation.teacher_architectures(architecture, config.learner, config.model.families)
     if config.learner.routing_replay != "none" and not architecture.is_moe:
         raise ConfigError(
             f"learner.routing_replay={config.learner.routing_replay} replays the choice of experts, and "

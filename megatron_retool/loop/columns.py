@@ -80,15 +80,20 @@ async def add_old_log_probs(
 async def add_ref_log_probs(
     run: Deployment, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], timer: StepTimer
 ) -> TrajectoryBatch:
-    """ref_log_probs, where something asks for them: of the initial policy, or of the rows' teachers.
+    """ref_log_probs, where something asks for them: of the initial policy, or of the rows' teachers; and, where the
+    learner computes several teachers, teacher: the number of each row's.
 
     ``trajectories`` are the batch's rows.
     """
+    distillation = run.config.algorithm.distillation
+    sources = [str(each.extra_info.get("data_source", "unknown")) for each in trajectories]
+    if len(distillation.paths) > 1:
+        numbers = [distillation.teacher_of(source) for source in sources]
+        batch = batch.with_columns(teacher=np.repeat(numbers, batch.response_lengths))
     if Need.REFERENCE not in run.config.algorithm.needs:
         return batch
     with timer.phase(Phase.REFERENCE):
         if run.teachers is not None:
-            sources = [str(each.extra_info.get("data_source", "unknown")) for each in trajectories]
             return batch.with_columns(ref_log_probs=await run.teachers.log_probs(batch, sources))
         reference = await run.learner.log_probs(batch, reference=True, sampling=run.config.rollout.train)
         return batch.with_columns(ref_log_probs=reference["log_probs"])

@@ -404,15 +404,16 @@ class LearnerMemory:
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
 
-def frozen_architecture(config: Config, policy: Architecture) -> Architecture | None:
-    """The model that the learner computes beside the policy: its start, a teacher in its place, or None.
+def frozen_architectures(config: Config, policy: Architecture) -> list[Architecture]:
+    """The models that the learner computes beside the policy: its start, or teachers in its place.
 
     Raises:
-        ConfigError: see ``DistillationConfig.teacher_architecture``.
+        ConfigError: see ``DistillationConfig.teacher_architectures``.
     """
-    if config.algorithm.distillation.teacher_path:
-        return config.algorithm.distillation.teacher_architecture(policy, config.learner, config.model.families)
-    return policy if config.algorithm.keeps_reference else None
+    distillation = config.algorithm.distillation
+    if distillation.paths:
+        return distillation.teacher_architectures(policy, config.learner, config.model.families)
+    return [policy] if config.algorithm.keeps_reference else []
 
 
 def learner_memory(
@@ -421,16 +422,16 @@ def learner_memory(
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
     The reference policy, where it is needed, is a frozen copy of the parameters; with learner.lora it is the model
-    without its adapters and needs no memory.  A teacher that the learner computes takes its
+    without its adapters and needs no memory.  Teachers that the learner computes take its
     place.  The critic, where one is, has parameters, gradients and optimizer states of its own.  Neither has layers for
     multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
     in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
     """
     learner, needs = config.learner, config.algorithm.needs
     adapters = adapters_of(learner)
-    frozen = frozen_architecture(config, architecture)
-    if adapters is not None and not config.algorithm.distillation.teacher_path:
-        frozen = None
+    frozen = frozen_architectures(config, architecture)
+    if adapters is not None and not config.algorithm.distillation.paths:
+        frozen = []
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
     with_predictors = architecture.with_predictors() if learner.mtp.train else architecture
@@ -467,9 +468,9 @@ def learner_memory(
                 parameters=states.parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
-                reference=0.0
-                if frozen is None
-                else PARAMETER_BYTES[learner.dtype] * rank_parameters(frozen, layout, stage),
+                reference=float(
+                    PARAMETER_BYTES[learner.dtype] * sum(rank_parameters(each, layout, stage) for each in frozen)
+                ),
                 critic=states_of(architecture, stage).total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
                 activations=activation_bytes(with_predictors, layout, learner, stage, micro_batches, not on_cpu),

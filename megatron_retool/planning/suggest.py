@@ -14,7 +14,7 @@ from megatron_retool.config import Config, ConfigError, validate
 from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
-from megatron_retool.planning.memory import LearnerMemory, frozen_architecture, learner_memory, weight_sync_bytes
+from megatron_retool.planning.memory import LearnerMemory, frozen_architectures, learner_memory, weight_sync_bytes
 from megatron_retool.planning.simulate import StepResult
 from megatron_retool.planning.timing import (
     Assumptions,
@@ -305,7 +305,7 @@ class Planner:
             learner.check()
             layout = learner.layout(self.architecture)
             config = vary(self.config, **changes)
-            frozen_architecture(config, self.architecture)  # the layout has to divide a teacher too
+            frozen_architectures(config, self.architecture)  # the layout has to divide teachers too
         except ConfigError:
             return None
         if layout.tensor > self.machines.per_node:

@@ -32,7 +32,7 @@ from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
     adapters_of,
     checkpoint_bytes,
-    frozen_architecture,
+    frozen_architectures,
     learner_memory,
     trained_parameters,
     weight_sync_bytes,
@@ -393,8 +393,9 @@ def predict_step(
     log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
-    frozen = frozen_architecture(config, architecture)
-    reference = None if frozen is None else learner_time(frozen, *arguments[1:], training=False)
+    # Of several teachers each reads the rows of its data sources: all of them are as slow as the slowest at most.
+    frozen = [learner_time(each, *arguments[1:], training=False) for each in frozen_architectures(config, architecture)]
+    reference = max(frozen, key=lambda time: time.total, default=None)
     passes = 3 if adapters_of(learner) is None else 2  # of frozen weights no gradient is computed
     model_flops = passes * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)

@@ -28,6 +28,7 @@ from megatron_retool.config import (
     RecomputeConfig,
     RolloutCorrectionConfig,
     TeacherConfig,
+    load_config,
 )
 from megatron_retool.learner.divergence import Divergence, TeacherHead
 from megatron_retool.learner.log_probs import token_scores
@@ -116,11 +117,16 @@ LAYOUTS = {
 OF_LAYOUT = {"tp2": ("jensen_shannon", 5), "cp2": ("reverse_kl", 0), "pp2": ("forward_kl", 4)}
 
 
-def configured(name: str, teacher: Path) -> Config:
+def configured(name: str, *teachers: Path) -> Config:
     """Only the divergence teaches."""
     kind, top_k = OF_LAYOUT.get(name, ("forward_kl", 0))
+    sources = [["math"], []] if len(teachers) > 1 else [[]]
     distillation = DistillationConfig(
-        teachers=[TeacherConfig(path=str(teacher))], divergence=kind, beta=BETA, top_k=top_k, divergence_weight=0.7
+        teachers=[TeacherConfig(path=str(path), data_sources=of) for path, of in zip(teachers, sources, strict=True)],
+        divergence=kind,
+        beta=BETA,
+        top_k=top_k,
+        divergence_weight=0.7,
     )
     learner = dataclasses.replace(
         LAYOUTS[name], dtype="float32", max_tokens_per_micro_batch=64, use_distributed_optimizer=False
@@ -135,11 +141,21 @@ def mini_batch() -> TrajectoryBatch:
     return batch.with_columns(old_log_probs=zeros, advantages=zeros, loss_weights=weights)
 
 
-def one_update(hf_dir: Path, teacher: Path, name: str) -> dict[str, Any]:
+OF_ROWS = (1, 0, 1, 0)
+"""Where there are two, the teacher of each row."""
+
+
+def with_teachers(batch: TrajectoryBatch, count: int) -> TrajectoryBatch:
+    if count == 1:
+        return batch
+    return batch.with_columns(teacher=np.repeat(OF_ROWS, batch.response_lengths))
+
+
+def one_update(hf_dir: Path, teachers: list[Path], name: str) -> dict[str, Any]:
     from megatron_retool.learner.learner import Learner
     from megatron_retool.learner.weights import gradients_by_hf_name
 
-    config = configured(name, teacher)
+    config = configured(name, *teachers)
     learner = Learner(
         config,
         optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.0),
@@ -148,7 +164,8 @@ def one_update(hf_dir: Path, teacher: Path, name: str) -> dict[str, Any]:
         with_reference=True,
         with_teacher=True,
     )
-    reference = learner.log_probs(mini_batch(), reference=True)["log_probs"]
+    batch = with_teachers(mini_batch(), len(teachers))
+    reference = learner.log_probs(batch, reference=True)["log_probs"]
     step, gradients = learner._step, {}
 
     def step_after_a_look() -> Any:
@@ -157,22 +174,23 @@ def one_update(hf_dir: Path, teacher: Path, name: str) -> dict[str, Any]:
         return step()
 
     learner._step = step_after_a_look
-    metrics = learner.update(mini_batch())
+    metrics = learner.update(batch)
     learner.close()
     return {"metrics": metrics, "gradients": gradients, "reference": reference}
 
 
-def expected(hf_dir: Path, teacher_dir: Path, name: str) -> tuple[float, dict[str, Tensor], np.ndarray]:
+def expected(hf_dir: Path, teacher_dirs: list[Path], name: str) -> tuple[float, dict[str, Tensor], np.ndarray]:
     """Mean divergence, gradients, and the teacher's log-probs, by transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     batch, (kind, top_k) = mini_batch(), OF_LAYOUT.get(name, ("forward_kl", 0))
-    policy, teacher = (
-        AutoModelForCausalLM.from_pretrained(d, dtype=torch.float64).eval() for d in (hf_dir, teacher_dir)
+    policy, *teachers = (
+        AutoModelForCausalLM.from_pretrained(d, dtype=torch.float64).eval() for d in (hf_dir, *teacher_dirs)
     )
     loss, measured, taken = torch.zeros((), dtype=torch.float64), [], []
     prompt = response = 0
-    for p, r in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
+    for row, (p, r) in enumerate(zip(batch.prompt_lengths, batch.response_lengths, strict=True)):
+        teacher = teachers[OF_ROWS[row] if len(teachers) > 1 else 0]
         part = slice(response, response + int(r))
         ids = torch.from_numpy(
             np.concatenate([batch.prompt_ids[prompt : prompt + int(p)], batch.response_ids[part]]).astype(np.int64)
@@ -192,18 +210,27 @@ def expected(hf_dir: Path, teacher_dir: Path, name: str) -> tuple[float, dict[st
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """The policy, and two teachers of other families and widths."""
     directory = tmp_path_factory.mktemp("models")
     policy = hf_model("qwen2", num_hidden_layers=2, tie_word_embeddings=False)
     torch.manual_seed(5)
     teacher = hf_model("qwen3", num_hidden_layers=4, hidden_size=48)
-    return save_model(policy, directory / "policy"), save_model(teacher, directory / "teacher")
+    second = hf_model("llama", num_hidden_layers=2)
+    places = [save_model(teacher, directory / "teacher"), save_model(second, directory / "second")]
+    return save_model(policy, directory / "policy"), places
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_an_update_is_transformers_in_every_layout(name: str, models: tuple[Path, Path], tmp_path: Path) -> None:
-    found = run_ranks(one_update, LAYOUTS[name].world_size, tmp_path, *models, name)
-    divergence, gradients, reference = expected(*models, name)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [*((name, 1) for name in LAYOUTS), *((name, 2) for name in LAYOUTS if name not in ("recompute, prefixes", "lora"))],
+)
+def test_an_update_is_transformers_in_every_layout(
+    name: str, count: int, models: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    policy, teachers = models[0], models[1][:count]
+    found = run_ranks(one_update, LAYOUTS[name].world_size, tmp_path, policy, teachers, name)
+    divergence, gradients, reference = expected(policy, teachers, name)
     assert found["metrics"]["distillation/divergence"] == pytest.approx(divergence, rel=1e-5)
     np.testing.assert_allclose(found["reference"], reference, atol=1e-4)
     for key, gradient in found["gradients"].items():
@@ -218,15 +245,16 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     teacher = save_model(hf_model("qwen2", vocab_size=300), tmp_path / "teacher")
     config = configured("one process", teacher)
     with pytest.raises(ConfigError, match="300 rows"):
-        config.algorithm.distillation.teacher_architecture(Architecture.from_pretrained(policy), config.learner)
+        config.algorithm.distillation.teacher_architectures(Architecture.from_pretrained(policy), config.learner)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"divergence": "forward_kl", "teachers": [TeacherConfig(url="http://t")]}, "teachers[0].path"),
-        ({"teachers": [TeacherConfig(path="a"), TeacherConfig(url="http://t")]}, "one teacher"),
-        ({"teachers": [TeacherConfig(path="a", data_sources=["math"])]}, "for all rows"),
+        ({"teachers": [TeacherConfig(path="a"), TeacherConfig(url="http://t")]}, "some have a path"),
+        ({"teachers": [TeacherConfig(path="a", api_key="k")]}, "leave out its url and api_key"),
+        ({"teachers": [TeacherConfig(path="a"), TeacherConfig(path="b")]}, "the rows that no other teacher names"),
         ({"divergence": "jensen_shannon", "beta": 1.0, "teachers": [TeacherConfig(path="a")]}, "beta=1.0"),
     ],
 )
@@ -251,3 +279,18 @@ def test_a_rejection_within_the_update_is_refused() -> None:
             distillation=distillation,
             rollout_correction=dataclasses.replace(correction, veto_threshold=1e-4),
         ).check()
+
+
+def test_a_row_has_the_teacher_of_its_data_source() -> None:
+    teachers = [TeacherConfig(path="a", data_sources=["math", "code"]), TeacherConfig(path="b")]
+    distillation = DistillationConfig(teachers=teachers)
+    distillation.check()
+    assert [distillation.teacher_of(source) for source in ("code", "other", "math")] == [0, 1, 0]
+    with pytest.raises(ConfigError, match="no teacher names the data source 'other'"):
+        DistillationConfig(teachers=teachers[:1]).teacher_of("other")
+
+
+def test_prefixes_are_not_shared_by_rows_of_several_teachers() -> None:
+    teachers = "algorithm.distillation.teachers=[{path: a, data_sources: [math]}, {path: b}]"
+    with pytest.raises(ConfigError, match="learner.share_prefixes=true does not go with several teachers"):
+        load_config(None, [teachers, "algorithm.distillation.divergence=forward_kl", "learner.share_prefixes=true"])

@@ -15,6 +15,7 @@ from megatron_retool.errors import OperationError
 from megatron_retool.loop.columns import (
     add_advantages,
     add_log_probs,
+    add_ref_log_probs,
     correct_rollout,
     critic_mini_batch,
     mini_batch_of,
@@ -299,3 +300,15 @@ def test_branches_share_the_advantage_of_their_common_tokens_under_the_hard_esti
 def test_critic_learns_from_rejected_tokens_too():
     batch = make_batch(*four()).with_columns(loss_weights=np.zeros(16))
     np.testing.assert_allclose(critic_mini_batch(batch).columns["loss_weights"], np.tile(MASK, 4) / 12, rtol=1e-6)
+
+
+def test_a_row_carries_the_number_of_its_teacher():
+    teachers = "algorithm.distillation.teachers=[{path: a, data_sources: [math]}, {path: b}]"
+    settings = [teachers, "algorithm.distillation.divergence=forward_kl", "algorithm.advantage=zero"]
+    run = SimpleNamespace(config=load_config(None, [*settings, "algorithm.dynamic_sampling.enable=false"]))
+    rows = four()
+    for row, source in zip(rows, ("math", "code", "math", "art"), strict=True):
+        row.extra_info["data_source"] = source
+    batch = asyncio.run(add_ref_log_probs(run, make_batch(*rows), rows, StepTimer()))
+    assert batch.columns["teacher"].reshape(4, 4).tolist() == [[number] * 4 for number in (0, 1, 0, 1)]
+    assert batch.select([3, 0]).columns["teacher"].tolist() == [1.0] * 4 + [0.0] * 4

@@ -317,12 +317,14 @@ def test_adapters_need_no_reference_and_hardly_any_states() -> None:
     assert found.critic == found.parameters + found.gradients + found.optimizer
 
 
-def test_a_teacher_takes_the_place_of_the_reference(tmp_path: Path) -> None:
+def test_teachers_take_the_place_of_the_reference(tmp_path: Path) -> None:
     architecture = preset("qwen2.5-32b")
     (tmp_path / "config.json").write_text(json.dumps({**architecture.hf_config, "num_hidden_layers": 16}))
-    distillation = DistillationConfig(teachers=[TeacherConfig(path=str(tmp_path))], divergence="reverse_kl")
-    found = plan(learner_32b(lora=LoraConfig(rank=32)), advantage="zero", distillation=distillation)
-    assert 0.25 * found.parameters < found.reference < 0.3 * found.parameters
+    teacher = TeacherConfig(path=str(tmp_path))
+    for count in (1, 2):
+        distillation = DistillationConfig(teachers=[teacher] * count, divergence="reverse_kl")
+        found = plan(learner_32b(lora=LoraConfig(rank=32)), advantage="zero", distillation=distillation)
+        assert 0.25 * count * found.parameters < found.reference < 0.3 * count * found.parameters
 
 
 def test_an_adapter_sync_sends_the_factors_alone() -> None:
