@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from conversion.hf_to_mcore import TargetLayout, convert
 from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import save_model
+from megatron_retool.admission.tiny_model import random_batch, save_model
+from megatron_retool.config import LoraConfig
+from sglang_rollout.engine.sglang_plugins.weight_parts import with_parts
 from tests.conversion.conftest import assert_same_bits
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model
@@ -20,6 +22,7 @@ LAYOUTS = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, TP: 2, SP: True, ETP: 1, PP: 
 CONVERTED_FOR = {DENSE: TargetLayout(), EXPERTS: TargetLayout(tp=2, ep=4)}
 """Other layouts than those that load the converted checkpoints."""
 BUCKET_BYTES = 10_000
+LORA = LoraConfig(rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,35 @@ def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> Non
             assert_same_bits(found["received"][rank], expected)
         # The same model from a converted checkpoint, through megatron.core.dist_checkpointing.
         assert_same_bits(found["converted"], expected)
+
+
+def _parts(directory: Path) -> dict[str, Any]:
+    """World 4: what each rank has to send of each family, and of one with adapters, and what a gathering gives."""
+    found: dict[str, Any] = {}
+    for name, family, more in ((DENSE, DENSE, {}), (EXPERTS, EXPERTS, {}), ("adapters", DENSE, {"lora": LORA})):
+        learner = _learner(4, {**LAYOUTS[family], **more}, directory / family)
+        if more:
+            learner.sft_update(random_batch([(3, 6), (2, 5), (4, 4), (2, 3)]))
+        parts: list[Any] = [None] * 4
+        own = [[(part, tensor.clone()) for part, tensor in bucket] for bucket in learner.own_parts(BUCKET_BYTES)]
+        torch.distributed.all_gather_object(parts, own)
+        whole = {n: tensor.clone() for bucket in learner.export_weights() for n, tensor in bucket}
+        found[name] = {"parts": parts, "whole": whole}
+    return found
+
+
+def test_the_ranks_parts_are_the_gathered_weights(models: Path) -> None:
+    for found in run_ranks(_parts, 4, models / "parts", models).values():
+        written = {name: torch.full_like(tensor, float("nan")) for name, tensor in found["whole"].items()}
+        count = 0
+        for buckets in found["parts"]:
+            sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
+            assert max(sizes) <= max(BUCKET_BYTES, max(tensor.nbytes for bucket in buckets for _, tensor in bucket))
+            for name, weight in with_parts([item for bucket in buckets for item in bucket]):
+                written[name].copy_(weight)
+            count += sum(tensor.numel() for bucket in buckets for _, tensor in bucket)
+        assert count == sum(tensor.numel() for tensor in written.values()), "every element once"
+        assert_same_bits(written, found["whole"])
 
 
 @pytest.mark.parametrize(
