@@ -23,7 +23,7 @@ from tinker_cookbook.sandbox import SandboxFusionClient
 from tinker_cookbook.tool_use import build_agent_tool_env, simple_tool_result, tool
 
 MOST_CHARACTERS = 120
-"""Of a tool's result: a model's own loop may print megabytes."""
+"""A tool's result is cut to this length: a loop that a model writes may print megabytes."""
 
 
 class CodeInterpreter:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_REST = 1e-6
-"""Of the probability of all others. It is 1 less a sum of float32 numbers, and below this it says nothing."""
+"""A smaller probability of all others counts as this: 1 less a sum of float32 numbers is no more exact."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 FILE has prompt_ids, response_ids and loss_mask, as the rollouts of a run or of
 `megatron-retool evaluate` have them: the teacher's own traces, or those of the
 model that is to learn. The teacher is an SGLang server. DIR gets parquet files for
-sft.stages[].train_files and a manifest; the same command goes on where it ended.
+sft.stages[].train_files and a manifest; the same command continues where it ended.
 
 examples:
   megatron-retool data score runs/teacher/rollouts/step_000000.parquet \\

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 COLUMNS = ("prompt_ids", "response_ids", "top_ids", "top_log_probs")
 MASK = "loss_mask"
 MOST_TOKENS = 1024
-"""Of the teacher, in the place of one token."""
+"""The teacher may name this many tokens in the place of one."""
 _ROUNDING = 1e-3
 """By which probabilities may add up to more than 1."""
 

@@ -1,7 +1,7 @@
 """A teacher's most probable tokens at each token of stored responses, as files for fine-tuning (``scored_dataset.py``).
 
 The output is a directory of parquet files, each of the same number of rows and complete when it has its name, and a
-manifest.  The same call goes on where an earlier one ended.
+manifest.  The same call continues where an earlier one ended.
 """
 
 from __future__ import annotations
