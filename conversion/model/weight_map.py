@@ -287,7 +287,7 @@ def hf_parts(mapping: Mapping, part: Tensor, tp_size: int, tp_rank: int) -> Iter
     columns = mapping.shard_columns(tp_size, tp_rank)
     runs: dict[int, list[tuple[int, int, int]]] = {}
     row = 0
-    for low, high in mapping.shard_rows(tp_size, tp_rank) if tp_size > 1 else ((0, mapping.mcore_shape[0]),):
+    for low, high in mapping.shard_rows(tp_size, tp_rank):
         for segment in mapping.row_segments(low, high):
             rows = segment.stop - segment.start
             if segment.source is not None:
@@ -297,7 +297,7 @@ def hf_parts(mapping: Mapping, part: Tensor, tp_size: int, tp_rank: int) -> Iter
         name, shape = mapping.hf_names[source], mapping.hf_shapes[source]
         for start, pieces in _adjacent(sorted(found)):
             tensor = _joined([part[row : row + rows] for row, rows in pieces])
-            if columns is not None and tp_size > 1:
+            if columns is not None:
                 yield HFPart(name, shape, 1, columns[0], columns[1] - columns[0]), tensor
             else:
                 yield HFPart(name, shape, 0, start, len(tensor)), tensor

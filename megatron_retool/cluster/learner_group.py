@@ -32,7 +32,7 @@ from megatron_retool.cluster.learner_failures import (
     severity,
 )
 from megatron_retool.cluster.nsight import nsight_environment
-from megatron_retool.cluster.placement import Placement
+from megatron_retool.cluster.placement import BROADCASTS, Placement
 from megatron_retool.cluster.routed_rows import RowStore, with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
@@ -63,8 +63,6 @@ BROADCAST_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 Other ranks keep them, for NVLink's switches add gradients up faster than the GPUs do."""
 
 
-BROADCASTS = ("distributed", "sharded")
-"""Methods of weight sync with process groups of learner and engines."""
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 Bucket = list[tuple[str, torch.Tensor]]

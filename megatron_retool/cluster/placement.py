@@ -17,6 +17,9 @@ from rich.table import Table
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.registry import Need
 
+BROADCASTS = ("distributed", "sharded")
+"""Methods of weight sync with process groups of learner and engines."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -221,7 +224,7 @@ def check_weight_sync(config: Config, placement: Placement) -> None:
     method = config.weight_sync.method
     for index in range(config.rollout.engine.count):
         placement.sender(index, method)
-    if method in ("distributed", "sharded") and placement.colocated:
+    if method in BROADCASTS and placement.colocated:
         raise ConfigError(
             f"weight_sync.method={method} joins learner and engines by NCCL, which takes no two processes on one GPU "
             "(cluster.placement=colocated): set weight_sync.method=tensor"

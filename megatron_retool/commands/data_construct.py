@@ -17,14 +17,13 @@ examples:
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_retool.commands.settings import at_least
+from megatron_retool.commands.settings import at_least, endpoint_key
 from megatron_retool.errors import InputError
 from megatron_retool.installation import shipped
 
@@ -76,13 +75,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     config = load_config(options.config, options.overrides)
     template = PromptTemplate(options.prompt)
-    key = None
-    if options.key_variable is not None:
-        key = os.environ.get(options.key_variable)
-        if not key:
-            raise InputError(f"--key-variable {options.key_variable}: there is no such variable in the environment")
-    if not options.url.startswith(("http://", "https://")):
-        raise InputError(f"--url {options.url}: expected http://… or https://…")
+    key = endpoint_key(options.url, options.key_variable)
     if options.timeout <= 0 or options.temperature < 0:
         raise InputError("--timeout must be positive, and --temperature not negative")
     counts = run_async(_construct(options, config, template, key, console))

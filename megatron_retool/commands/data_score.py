@@ -15,13 +15,16 @@ examples:
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_retool.commands.settings import at_least
+from megatron_retool.commands.settings import at_least, endpoint_key
 from megatron_retool.errors import InputError
+
+if TYPE_CHECKING:
+    from megatron_retool.data.scoring import Scoring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,28 +52,23 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.data.scoring import Scoring, check
 
     check_directory("--output", options.output.absolute())
-    if not options.url.startswith(("http://", "https://")):
-        raise InputError(f"--url {options.url}: expected http://… or https://…")
+    key = endpoint_key(options.url, options.key_variable)
     if options.timeout <= 0:
         raise InputError("--timeout must be positive")
     if options.top_k > MOST_TOKENS:
         raise InputError(f"--top-k {options.top_k}: at most {MOST_TOKENS}")
-    key = None
-    if options.key_variable is not None and not (key := os.environ.get(options.key_variable)):
-        raise InputError(f"--key-variable {options.key_variable}: there is no such variable in the environment")
     scoring = Scoring(tuple(options.files), options.url, options.top_k, options.min_reward)
     check(scoring)
     run_async(_score(options, scoring, key, console))
     return 0
 
 
-async def _score(options: argparse.Namespace, scoring: object, key: str | None, console: Console) -> None:
+async def _score(options: argparse.Namespace, scoring: Scoring, key: str | None, console: Console) -> None:
     from megatron_retool.cluster.teachers import TeacherClient
     from megatron_retool.config import DistillationConfig, ModelConfig, TeacherConfig
-    from megatron_retool.data.scoring import Scoring, ScoringCounts, score
+    from megatron_retool.data.scoring import ScoringCounts, score
     from megatron_retool.data.tokenizer import load_tokenizer
 
-    assert isinstance(scoring, Scoring)
     tokenizer = load_tokenizer(ModelConfig(path=options.model))
     how = DistillationConfig(
         max_concurrent=options.concurrency, retries=options.retries, timeout_seconds=options.timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,20 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def endpoint_key(url: str, key_variable: str | None) -> str | None:
+    """The key in the environment variable of --key-variable; None: none is sent.
+
+    Raises:
+        InputError: there is no such variable, or --url is none.
+    """
+    key = None
+    if key_variable is not None and not (key := os.environ.get(key_variable)):
+        raise InputError(f"--key-variable {key_variable}: there is no such variable in the environment")
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"--url {url}: expected http://… or https://…")
+    return key
 
 
 def port_number(text: str) -> int:

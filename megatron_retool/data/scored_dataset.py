@@ -116,13 +116,27 @@ def read_scored(path: str, vocab_size: int) -> list[_Scored]:
     ]
 
 
-def _row(cells: dict[str, Any], place: str, vocab_size: int) -> _Scored:
+def checked_response(
+    cells: dict[str, Any], place: str, vocab_size: int = 2**31
+) -> tuple[list[int], list[int], list[bool]]:
+    """A row's prompt and response ids, and its whole loss mask.
+
+    Raises:
+        DataError: they are none.
+    """
     prompt, response = (_token_ids(cells[name], f"{place}, column {name!r}", vocab_size) for name in COLUMNS[:2])
-    if not prompt or not response:
-        raise DataError(f"{place}: the prompt or the response has no tokens")
-    mask = [True] * len(response) if cells[MASK] is None else cells[MASK]
+    for name, ids in zip(COLUMNS[:2], (prompt, response), strict=True):
+        if not ids:
+            raise DataError(f"{place}, column {name!r}: there are no tokens")
+    mask = cells.get(MASK)
+    mask = [True] * len(response) if mask is None else mask
     if not isinstance(mask, list) or len(mask) != len(response) or not all(each in (0, 1) for each in mask):
         raise DataError(f"{place}, column {MASK!r}: expected a 0 or 1 for each of the {len(response)} response tokens")
+    return prompt, response, [bool(each) for each in mask]
+
+
+def _row(cells: dict[str, Any], place: str, vocab_size: int) -> _Scored:
+    prompt, response, mask = checked_response(cells, place, vocab_size)
     if not any(mask):
         raise DataError(f"{place}, column {MASK!r}: no token is trained: leave the row out")
     lists = {name: cells[name] for name in COLUMNS[2:]}
@@ -130,11 +144,11 @@ def _row(cells: dict[str, Any], place: str, vocab_size: int) -> _Scored:
         if not isinstance(values, list) or len(values) != len(response):
             raise DataError(f"{place}, column {name!r}: expected {len(response)} lists, one for each response token")
     for number, (ids, log_probs) in enumerate(zip(*lists.values(), strict=True)):
-        _check_position(ids, log_probs, bool(mask[number]), f"{place}, response token {number}", vocab_size)
+        _check_position(ids, log_probs, mask[number], f"{place}, response token {number}", vocab_size)
     whole = np.array([*prompt, *response], np.int32)
     conversation = TokenizedConversation(
         whole,
-        np.array([False] * len(prompt) + [bool(each) for each in mask]),
+        np.array([False] * len(prompt) + mask),
         np.zeros(len(whole), np.int16),
     )
     return _Scored(conversation, len(prompt), lists["top_ids"], lists["top_log_probs"])

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_retool.data.files import DataError, data_files, read_table, require_columns
-from megatron_retool.data.scored_dataset import COLUMNS, MASK, MOST_TOKENS
+from megatron_retool.data.scored_dataset import COLUMNS, MASK, MOST_TOKENS, checked_response
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import load_own_json
 
@@ -133,23 +133,11 @@ def _responses(scoring: Scoring, counts: ScoringCounts) -> Iterator[dict[str, An
         names = [name for name in (*COLUMNS[:2], MASK, REWARD) if name in table.column_names]
         for row, cells in enumerate(table.select(names).to_pylist()):
             counts.rows += 1
-            kept = _checked(cells, f"{path}, row {row}")
-            if not any(kept[MASK]) or (scoring.min_reward is not None and _below(cells, scoring.min_reward)):
+            prompt, response, mask = checked_response(cells, f"{path}, row {row}")
+            if not any(mask) or (scoring.min_reward is not None and _below(cells, scoring.min_reward)):
                 counts.left_out += 1
                 continue
-            yield kept
-
-
-def _checked(cells: dict[str, Any], place: str) -> dict[str, Any]:
-    for name in COLUMNS[:2]:
-        ids = cells[name]
-        if not isinstance(ids, list) or not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
-            raise DataError(f"{place}, column {name!r}: expected ids of tokens")
-    response = cells["response_ids"]
-    mask = cells.get(MASK) or [True] * len(response)
-    if len(mask) != len(response) or not all(each in (0, 1) for each in mask):
-        raise DataError(f"{place}, column {MASK!r}: expected a 0 or 1 for each of the {len(response)} response tokens")
-    return {"prompt_ids": cells["prompt_ids"], "response_ids": response, MASK: [bool(each) for each in mask]}
+            yield {"prompt_ids": prompt, "response_ids": response, MASK: mask}
 
 
 def _below(cells: dict[str, Any], least: float) -> bool:

@@ -255,7 +255,6 @@ class Learner:
             raise ConfigError("the learner was built without a reference policy (with_reference=True)")
         chunks = self.reference_chunks if reference else None
         head_options = _head_options(temperature, sampling)
-        micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
         own_choice = reference and bool(self.teachers)
         routing = replay.reading(batch, reference) if replay and not own_choice else None
@@ -263,6 +262,7 @@ class Learner:
         if reference and len(self.teachers) > 1:
             found = self._read_by_teachers(batch, head_options)
         else:
+            micro_batches = self.packer.micro_batches(batch)
             with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
                 found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
         answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}

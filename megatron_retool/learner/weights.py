@@ -201,8 +201,9 @@ class OwnParts:
         bucket_bytes: int = 512 * 2**20,
         value: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._own, world, mappings = _held(model_chunks, architecture, value or weight_value, buffers=True)
         self._value = value or weight_value
+        self._own, world, weight_map = _held(model_chunks, architecture, self._value, buffers=True)
+        mappings = list(weight_map.exported())
         self._bucket_bytes = bucket_bytes
         if stacked := next((mapping for mapping in mappings if mapping.is_stacked), None):
             raise WeightMapError(
@@ -308,9 +309,10 @@ def _gather(
     receivers: Sequence[int],
     buffers: bool,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    own, world, mappings = _held(model_chunks, architecture, value, buffers)
+    own, world, weight_map = _held(model_chunks, architecture, value, buffers)
     device = next(iter(own.values())).device
-    stacker = Stacker(WeightMap(architecture).hf_shapes)
+    mappings = [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
+    stacker = Stacker(weight_map.hf_shapes)
     for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
         yield list(stacker.add_all(_exchange(bucket, own, value, device)))
 
@@ -320,9 +322,9 @@ def _held(
     architecture: Architecture,
     value: Callable[[Tensor], Tensor],
     buffers: bool,
-) -> tuple[dict[str, Tensor], list[_RankContents], list[Mapping]]:
-    """This rank's tensors by their names in the weight map, what each rank holds, and what is exported. Every rank
-    calls it."""
+) -> tuple[dict[str, Tensor], list[_RankContents], WeightMap]:
+    """This rank's tensors by their names in the weight map, what each rank holds, and the map with the vocabulary
+    padding that the built model has. Every rank calls it."""
     own: dict[str, Tensor] = dict((global_tensors if buffers else global_parameters)(model_chunks))
     contents = _RankContents(
         _node(),
@@ -331,8 +333,7 @@ def _held(
         _padded_vocab_size(model_chunks, architecture),
     )
     world = _of_all_ranks(contents)
-    weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
-    return own, world, [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
+    return own, world, WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
 
 
 @torch.no_grad()

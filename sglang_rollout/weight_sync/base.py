@@ -87,7 +87,7 @@ class ServerWeightSync(ABC):
         tensors = sent_bytes = all_bytes = 0
         if self._delta is not None:
             self._delta.begin(self._served_versions())
-        self._call_all("/pause_generation", {"mode": "retract"})
+        self._hold()
         try:
             self._begin()
             try:
@@ -108,11 +108,9 @@ class ServerWeightSync(ABC):
             except BaseException:
                 self._give_up()
                 raise
-            self._end(version)
-            self._call_all("/flush_cache", {})
-            self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+            self._take(version)
         finally:
-            self._call_all("/continue_generation", {}, timeout=PROBE_SECONDS, check=False)
+            self._let_go()
         self._check_version(version)
         verified = self._check_checksums(expected) if expected is not None else 0
         if self._delta is not None:
@@ -128,6 +126,18 @@ class ServerWeightSync(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _hold(self) -> None:
+        self._call_all("/pause_generation", {"mode": "retract"})
+
+    def _let_go(self) -> None:
+        self._call_all("/continue_generation", {}, timeout=PROBE_SECONDS, check=False)
+
+    def _take(self, version: int) -> None:
+        """The engines have all weights: they become those of ``version``."""
+        self._end(version)
+        self._call_all("/flush_cache", {})
+        self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def _begin(self) -> None:
         path = "/begin_weight_update"

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sglang_rollout.engine.base import SyncReport
-from sglang_rollout.weight_sync.base import PROBE_SECONDS, Bucket, ServerWeightSync
+from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
@@ -46,7 +46,7 @@ class ShardedWeightSync(ServerWeightSync):
         began = time.monotonic()
         leads = _rank() == 0
         try:
-            agreed(self._hold if leads else self._probe)
+            agreed(self._open if leads else self._probe)
             try:
                 tensors, sent_bytes = agreed(lambda: self._send_own(buckets))
             except BaseException:
@@ -56,7 +56,7 @@ class ShardedWeightSync(ServerWeightSync):
             agreed(lambda: self._take(version) if leads else None)
         finally:
             if leads:
-                self._call_all("/continue_generation", {}, timeout=PROBE_SECONDS, check=False)
+                self._let_go()
         agreed(lambda: self._check_version(version) if leads else None)
         return SyncReport(version, tensors, sent_bytes, time.monotonic() - began, 0, sent_bytes)
 
@@ -66,15 +66,10 @@ class ShardedWeightSync(ServerWeightSync):
             way.close()
         super().close()
 
-    def _hold(self) -> None:
+    def _open(self) -> None:
         self._probe()
-        self._call_all("/pause_generation", {"mode": "retract"})
+        self._hold()
         self._begin()
-
-    def _take(self, version: int) -> None:
-        self._end(version)
-        self._call_all("/flush_cache", {})
-        self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def _send_own(self, buckets: Iterable[Bucket]) -> tuple[int, int]:
         """Send this rank's parts to every engine.

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +12,8 @@ import pytest
 from megatron_retool.config import CodeInterpreterConfig
 from tests.end_to_end.conftest import ROOT, FinishedRun, kill_driver, wait_until_gone
 from tests.serving.processes import lines_until, start
+from tests.tinker.cookbook import COOKBOOK, run_with_cookbook
 from tests.tinker.served import NAME, make_model
-from tests.tinker.test_cookbook import COOKBOOK
 from tools.code_interpreter.process import SandboxServerProcess
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
@@ -98,26 +95,12 @@ def test_the_cookbooks_loop_trains_the_demo_with_its_tool(demo_run: FinishedRun,
     sandbox = SandboxServerProcess(CodeInterpreterConfig(workers=2))
     try:
         sandbox.start()
-        environment = os.environ | {
-            "PYTHONPATH": str(COOKBOOK),
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": "tml-local",
-            "SANDBOX_URL": f"{sandbox.url}/run_code",
-            "HF_HUB_OFFLINE": "1",
-        }
         words = [
             f"data={demo_run.run_dir}/data/train.parquet", f"log_path={tmp_path}/log", f"max_steps={steps}",
             "lora_rank=8", "groups_per_batch=4", "group_size=4",
         ]  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "tinker_tool_use.py"), *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        program = str(ROOT / "examples" / "tinker_tool_use.py")
+        run_with_cookbook([program, *words], tmp_path, url, SANDBOX_URL=f"{sandbox.url}/run_code")
     finally:
         sandbox.stop()
         kill_driver(process, marker)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import kill_driver
 from tests.serving.processes import lines_until, start
+from tests.tinker.cookbook import COOKBOOK, run_with_cookbook
 from tests.tinker.served import NAME, make_model
 
-COOKBOOK = Path(sys.prefix) / "cookbook_only"
-"""Where scripts/setup.sh puts requirements/cookbook_only.txt on hosts without a GPU."""
-ROOT = Path(__file__).parents[2]
 RECIPES = {
     "supervised": ("sl_basic", []),
     "arithmetic": (
@@ -90,22 +85,8 @@ def test_a_recipe_runs_to_its_end(url, model_directory, tmp_path, recipe):
     (tmp_path / NAME).parent.mkdir()
     (tmp_path / NAME).symlink_to(model_directory)
     logs = tmp_path / "logs"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(COOKBOOK), str(ROOT)]),
-        "TINKER_BASE_URL": url,
-        "TINKER_API_KEY": "tml-local",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "tests.tinker.cookbook_recipe", f"tinker_cookbook.recipes.{module}"]
-    done = subprocess.run(
-        [*command, f"model_name={NAME}", f"log_path={logs}", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = ["-m", "tests.tinker.cookbook_recipe", f"tinker_cookbook.recipes.{module}"]
+    run_with_cookbook([*command, f"model_name={NAME}", f"log_path={logs}", *arguments], tmp_path, url)
     steps = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
     assert steps
     checkpoints = [json.loads(line) for line in (logs / "checkpoints.jsonl").read_text().splitlines()]
