@@ -62,7 +62,7 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
         sft: supervised fine-tuning, which runs only the learner, ``learner.world_size / nodes`` ranks on each node.
 
     Raises:
-        ConfigError: the GPUs do not suffice, an engine would span nodes, ranks do not spread evenly, or new weights
+        ConfigError: the GPUs do not suffice, an engine would cut a node, ranks do not spread evenly, or new weights
             cannot reach an engine. The message says what to change.
     """
     given = config.cluster.gpus_per_node

@@ -23,12 +23,16 @@ BROADCASTS = ("distributed", "sharded")
 
 @dataclass(frozen=True)
 class Slot:
-    """One process. ``role``: learner, critic, engine or sandbox; ``gpus``: global (node x gpus_per_node + local)."""
+    """One process. ``role``: learner, critic, engine or sandbox; ``gpus``: global (node x gpus_per_node + local).
+
+    An engine of more GPUs than a node has is one process on each of its nodes; ``part`` counts them.
+    """
 
     role: str
     rank: int
     node: int
     gpus: tuple[int, ...]
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,12 @@ class Placement:
 
         Args:
             number: its rank.
-            gpus: as many in a row that no process has; on hosts without GPUs it goes where the fewest engines are.
+            gpus: as many in a row that no process has, or whole nodes; on hosts without GPUs it goes where the fewest
+                engines are.
             nodes: that may be taken, in order.
 
         Raises:
-            ConfigError: the engines share their GPUs with the learner, or no node has as many free.
+            ConfigError: the engines share their GPUs with the learner, or as many are not free.
         """
         if self.colocated:
             raise ConfigError(
@@ -67,14 +72,20 @@ class Placement:
             node = min(nodes, key=lambda node: sum(slot.node == node for slot in self.slots if slot.role == "engine"))
             return dataclasses.replace(self, slots=(*self.slots, Slot("engine", number, node, ())))
         taken = {gpu for slot in self.slots for gpu in slot.gpus}
+        each = min(gpus, per_node)
+        parts: list[Slot] = []
         for node in nodes:
-            for first in range(node * per_node, (node + 1) * per_node - gpus + 1):
-                own = tuple(range(first, first + gpus))
+            for first in range(node * per_node, (node + 1) * per_node - each + 1):
+                own = tuple(range(first, first + each))
                 if taken.isdisjoint(own):
-                    return dataclasses.replace(self, slots=(*self.slots, Slot("engine", number, node, own)))
+                    parts.append(Slot("engine", number, node, own, len(parts)))
+                    break
+            if len(parts) * each == gpus:
+                return dataclasses.replace(self, slots=(*self.slots, *parts))
+        of = "of one node" if gpus <= per_node else f"of {gpus // per_node} nodes that no other process is on"
         raise ConfigError(
-            f"an engine takes {gpus} GPU{'s' if gpus > 1 else ''} of one node (rollout.engine.tensor_parallel_size), "
-            f"and none of the nodes that weight_sync.method reaches ({len(nodes)} of {per_node} GPUs) has them free: "
+            f"an engine takes {gpus} GPU{'s' if gpus > 1 else ''} {of} (rollout.engine.tensor_parallel_size), "
+            f"and the nodes that weight_sync.method reaches ({len(nodes)} of {per_node} GPUs) do not have them free: "
             "remove an engine, or let a node join Ray"
         )
 
@@ -87,17 +98,22 @@ class Placement:
         """Ray options of a rank of the learner, or of the critic."""
         return self._options(self.slot(role, rank))
 
-    def engine_options(self, index: int) -> dict[str, Any]:
-        """Ray options of an engine's actor."""
-        return self._options(self.slot("engine", index))
+    def engine_options(self, index: int, part: int = 0) -> dict[str, Any]:
+        """Ray options of an engine's actor, on one of its nodes."""
+        return self._options(self.parts(index)[part])
+
+    def parts(self, index: int) -> list[Slot]:
+        """Processes of an engine, one on each of its nodes; the first one serves it."""
+        return [slot for slot in self.slots if (slot.role, slot.rank) == ("engine", index)]
 
     def sandbox_options(self, index: int) -> dict[str, Any]:
         """Ray options of a sandbox server's actor."""
         return self._options(self.sandboxes[index])
 
-    def gpus(self, role: str, rank: int) -> tuple[int, ...]:
+    def gpus(self, role: str, rank: int, part: int = 0) -> tuple[int, ...]:
         """The process's own GPUs, as places on its node."""
-        return tuple(gpu % self.gpus_per_node for gpu in self.slot(role, rank).gpus)
+        slots = [slot for slot in self.slots if (slot.role, slot.rank) == (role, rank)]
+        return tuple(gpu % self.gpus_per_node for gpu in slots[part].gpus)
 
     def ranks_beside(self, role: str, rank: int) -> int:
         """GPUs on the rank's node that have learner or critic ranks: ranks on one GPU take turns."""
@@ -105,13 +121,13 @@ class Placement:
         near = [slot for slot in self.slots if slot.role in ("learner", "critic") and slot.node == node]
         return len({slot.gpus for slot in near})
 
-    def engine_gpus(self, index: int, weight_sync_method: str) -> tuple[int, ...]:
-        """What an engine sees, its own GPUs first.
+    def engine_gpus(self, index: int, weight_sync_method: str, part: int = 0) -> tuple[int, ...]:
+        """What an engine sees on one of its nodes, its own GPUs first.
 
         CUDA IPC opens memory on the device where it lies, so with ``tensor`` the GPU of its sender comes last, where
         that is not the engine's own.
         """
-        own = self.gpus("engine", index)
+        own = self.gpus("engine", index, part)
         sender = self.gpus("learner", self.sender(index, "tensor")) if weight_sync_method == "tensor" else ()
         return (*own, *(gpu for gpu in sender if gpu not in own))
 
@@ -125,11 +141,17 @@ class Placement:
         With ``tensor`` one that shares its first GPU, or else the first rank on its node; otherwise rank 0.
 
         Raises:
-            ConfigError: ``tensor``, and the engine's node has no learner rank.
+            ConfigError: ``tensor``, and the engine's node has no learner rank, or it has several nodes.
         """
         if weight_sync_method != "tensor":
             return 0
         engine = self.slot("engine", index)
+        if (nodes := len(self.parts(index))) > 1:
+            raise ConfigError(
+                f"weight_sync.method=tensor shares memory inside a node, and engine {index} has {len(engine.gpus)} "
+                f"GPUs on each of {nodes} nodes: set weight_sync.method="
+                + ("disk" if self.colocated else "distributed")
+            )
         near = [slot for slot in self.slots if slot.role == "learner" and slot.node == engine.node]
         if not near:
             raise ConfigError(
@@ -141,7 +163,7 @@ class Placement:
         return min(beside or [slot.rank for slot in near])
 
     def slot(self, role: str, rank: int) -> Slot:
-        """The process of a role."""
+        """The process of a role; of an engine that has several nodes, the first one's."""
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
 
     def _options(self, slot: Slot) -> dict[str, Any]:
@@ -169,7 +191,8 @@ def plan_placement(config: Config) -> Placement:
     """Assign GPUs in node order: learner ranks, so that tensor-parallel neighbours share a node, critic's, engines.
 
     Raises:
-        ConfigError: more GPUs are needed than cluster.nodes x cluster.gpus_per_node, or an engine would span nodes.
+        ConfigError: more GPUs are needed than cluster.nodes x cluster.gpus_per_node, or an engine is neither inside one
+            node nor on all GPUs of several.
     """
     per_node = config.cluster.gpus_per_node
     ranks, engines, engine_gpus = (
@@ -206,12 +229,21 @@ def plan_placement(config: Config) -> Placement:
     for index in range(engines):
         first = first_engine_gpu + index * engine_gpus
         gpus = tuple(range(first, first + engine_gpus))
-        if first // per_node != gpus[-1] // per_node:
+        if engine_gpus > per_node and first % per_node == engine_gpus % per_node == 0:
+            parts = range(engine_gpus // per_node)
+            slots += [
+                Slot("engine", index, first // per_node + part, gpus[part * per_node :][:per_node], part)
+                for part in parts
+            ]
+        elif first // per_node == gpus[-1] // per_node:
+            slots.append(Slot("engine", index, first // per_node, gpus))
+        else:
             raise ConfigError(
-                f"engine {index} would span two nodes (GPUs {first} to {gpus[-1]}, {per_node} a node): choose "
-                "rollout.engine.tensor_parallel_size so that it divides the GPUs left on each node"
+                f"engine {index} would have GPUs {first} to {gpus[-1]}, {per_node} a node: an engine lies inside one "
+                "node or has all GPUs of several. Choose rollout.engine.tensor_parallel_size so that it divides the "
+                "GPUs left on each node, or is a multiple of cluster.gpus_per_node"
+                + ("" if colocated else ", and learner.world_size too")
             )
-        slots.append(Slot("engine", index, first // per_node, gpus))
     return Placement(tuple(slots), per_node, colocated, sandboxes)
 
 

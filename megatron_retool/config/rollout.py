@@ -184,7 +184,7 @@ class EngineConfig:
     count: int = at_least_one(1, maximum=100_000)
     """Engines, each with all weights (data parallelism)."""
     tensor_parallel_size: int = at_least_one(1, maximum=1024)
-    """GPUs that share the weights of one engine."""
+    """GPUs that share the weights of one engine: of one node, or all of several."""
     expert_parallel_size: int | None = at_least_one(None, maximum=1024)
     """Groups of those GPUs that have experts of their own, in a mixture of experts; null: every GPU is one (on a CPU
     none). It divides tensor_parallel_size. Above 1 weight_sync.verify has no checksums."""

@@ -34,7 +34,10 @@ def gpus(values: VerlValues) -> Settings:
             f"engines have no pipeline stages here: rollout.engine.tensor_parallel_size={engine} in their place"
         )
     if engine > per_node:
-        values.decide(f"an engine of {engine} GPUs would span nodes of {per_node}: it gets {per_node}")
+        values.decide(
+            f"an engine of {engine} GPUs would span nodes of {per_node}, and engines that share their GPUs with the "
+            f"learner lie inside a node here: it gets {per_node}"
+        )
         engine = per_node
     found["rollout.engine.tensor_parallel_size"] = engine
     found["rollout.engine.count"] = max(world // engine, 1)

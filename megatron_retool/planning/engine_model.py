@@ -26,7 +26,7 @@ from pathlib import Path
 from conversion.model.architecture import Architecture
 from conversion.model.flops import index_pair_flops, pair_flops, token_flops
 from megatron_retool.config import EngineConfig
-from megatron_retool.planning.hardware import GIB, Accelerator
+from megatron_retool.planning.hardware import GIB, Accelerator, Machines
 from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
 
 MIB = 2**20
@@ -53,6 +53,7 @@ class EngineProfile:
         experts_compute_efficiency: the same for the experts of a mixture while decoding, tens of tokens each.
         experts_layer_seconds: routing and permutation in one such layer.
         allreduce_latency: seconds of a small all-reduce within a node.
+        network_latency: seconds more where it goes over nodes.
         keeps_prefix: a trajectory that comes back from a tool finds its keys and values in the cache. False: the
             engine has more trajectories than memory, so that each turn reads the whole context again.
     """
@@ -64,6 +65,7 @@ class EngineProfile:
     experts_compute_efficiency: float = 0.1
     experts_layer_seconds: float = 45e-6
     allreduce_latency: float = 12e-6
+    network_latency: float = 20e-6
     keeps_prefix: bool = True
 
 
@@ -85,6 +87,7 @@ class EngineModel:
         max_running: sequences decoded at one time, whatever the memory.
         graph_batch: the engine's own limit of them, up to which it captures CUDA graphs.
         max_cache_tokens: limit of the cache beyond memory; None: memory decides.
+        nodes: that its devices are on.
     """
 
     architecture: Architecture
@@ -99,22 +102,24 @@ class EngineModel:
     max_running: int = 256
     graph_batch: int = 256
     max_cache_tokens: int | None = None
+    nodes: int = 1
 
     @classmethod
     def from_config(
         cls,
         config: EngineConfig,
         architecture: Architecture,
-        accelerator: Accelerator,
+        machines: Machines,
         max_concurrent: int | None = None,
         profile: EngineProfile | None = None,
     ) -> EngineModel:
-        """The engine that ``config`` describes on this accelerator.
+        """The engine that ``config`` describes on these machines.
 
         Args:
             max_concurrent: trajectories that the run gives an engine at a time; None: no limit.
             profile: measured speeds; None: those of the accelerator.
         """
+        accelerator = machines.accelerator
         if accelerator.is_cpu:
             width = 4.0 if config.dtype in ("auto", "float32") else 2.0
         else:
@@ -132,6 +137,7 @@ class EngineModel:
             max_running=min(config.max_running_requests, max_concurrent or config.max_running_requests),
             graph_batch=config.max_running_requests,
             max_cache_tokens=config.max_total_tokens,
+            nodes=1 if accelerator.is_cpu else -(-config.tensor_parallel_size // machines.per_node),
         )
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -331,7 +337,11 @@ class EngineModel:
             seconds += len(a.expert_layers) * profile.experts_layer_seconds
         if self.tensor_parallel > 1:
             payload = 2.0 * batch * a.hidden_size * 2 * (self.tensor_parallel - 1) / self.tensor_parallel
-            allreduce = profile.allreduce_latency + payload / self.accelerator.intra_node_bandwidth
+            if self.nodes > 1:
+                latency = profile.allreduce_latency + profile.network_latency
+                allreduce = latency + payload / self.accelerator.inter_node_bandwidth
+            else:
+                allreduce = profile.allreduce_latency + payload / self.accelerator.intra_node_bandwidth
             seconds += 2 * a.num_layers * allreduce
         return seconds
 

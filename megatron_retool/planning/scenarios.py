@@ -46,7 +46,7 @@ def scenario_of(
     assumptions = assumptions or Assumptions()
     rollout = config.rollout
     engine = EngineModel.from_config(
-        rollout.engine, architecture, machines.accelerator, rollout.max_concurrent_trajectories
+        rollout.engine, architecture, machines, rollout.max_concurrent_trajectories
     )
     engine_gpus = rollout.engine.count * engine.tensor_parallel
     own_gpus = max(engine_gpus, layout.world_size)

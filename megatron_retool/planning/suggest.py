@@ -30,6 +30,8 @@ SLEEPING_ENGINE_BYTES = 3 * GIB
 context, NCCL, workspaces)."""
 SLEEPING_LEARNER_BYTES = 3 * GIB
 """What a learner rank whose states lie in host memory still holds (CUDA context, NCCL)."""
+ENGINE_SHARE = 0.85
+"""What a suggestion gives an engine with GPUs of its own (mem_fraction_static)."""
 HEADROOM = 0.05
 """Share of the device memory that a suggestion leaves free: activations are an estimate."""
 SIMULATED_RESPONSES = 1024
@@ -93,7 +95,7 @@ def plan_memory(
     colocated = config.cluster.placement == "colocated"
     learner = learner_memory(config, architecture, layout, accelerator.is_cpu)
     engine = EngineModel.from_config(
-        config.rollout.engine, architecture, accelerator, config.rollout.max_concurrent_trajectories
+        config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
     )
     weights = engine.weight_bytes / engine.tensor_parallel
     cache = max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel
@@ -196,8 +198,11 @@ def _placement_problems(config: Config, machines: Machines) -> Iterator[LayoutPr
     learner = config.learner.world_size
     if machines.accelerator.is_cpu:
         return
-    if engine.tensor_parallel_size > machines.per_node:
-        yield LayoutProblem(f"an engine of TP {engine.tensor_parallel_size} spans nodes of {machines.per_node} GPUs")
+    if engine.tensor_parallel_size > machines.per_node and engine.tensor_parallel_size % machines.per_node:
+        yield LayoutProblem(
+            f"an engine of TP {engine.tensor_parallel_size} is neither inside a node of {machines.per_node} GPUs nor on "
+            "all GPUs of several"
+        )
     if config.cluster.placement == "colocated":
         if max(engines, learner) > machines.count:
             yield LayoutProblem(f"{max(engines, learner)} GPUs are needed (colocated), {machines.count} are there")
@@ -353,7 +358,7 @@ class Planner:
         """A rollout with the engines of ``config``, at a smaller scale where there are many responses."""
         rollout = config.rollout
         engine = EngineModel.from_config(
-            rollout.engine, self.architecture, self.machines.accelerator, rollout.max_concurrent_trajectories
+            rollout.engine, self.architecture, self.machines, rollout.max_concurrent_trajectories
         )
         count = rollout.engine.count
         key = (engine.tensor_parallel, engine.memory_fraction, engine.weight_bytes_per_parameter, count)
@@ -491,15 +496,20 @@ class Planner:
                                 }
 
     def _splits(self) -> Iterator[dict[str, Any]]:
-        """Colocated on all GPUs; or disaggregated, with an eighth to three quarters of the GPUs for engines."""
+        """Colocated on all GPUs; or disaggregated, with an eighth to three quarters of the GPUs for engines.
+
+        An engine is on several nodes only where one does not hold it.
+        """
         machines = self.machines
         if machines.accelerator.is_cpu:
             return
         cluster = self._cluster()
         models = 2 if needs_critic(self.config) else 1
-        for tensor in (1, 2, 4, 8):
-            if tensor > min(machines.per_node, machines.count):
-                continue
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(machines.per_node, machines.count)]
+        node = machines.per_node * machines.accelerator.memory_bytes * ENGINE_SHARE
+        if EngineModel.from_config(self.config.rollout.engine, self.architecture, machines).weight_bytes > node:
+            sizes = [nodes * machines.per_node for nodes in (2, 4, 8) if nodes <= machines.nodes]
+        for tensor in sizes:
             yield {
                 **cluster,
                 "cluster__placement": "colocated",
@@ -519,5 +529,5 @@ class Planner:
                     "learner__world_size": world,
                     "rollout__engine__tensor_parallel_size": tensor,
                     "rollout__engine__count": engine_gpus // tensor,
-                    "rollout__engine__mem_fraction_static": 0.85,
+                    "rollout__engine__mem_fraction_static": ENGINE_SHARE,
                 }

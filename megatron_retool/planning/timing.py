@@ -383,7 +383,7 @@ def predict_step(
     assumptions = assumptions or Assumptions()
     if generation is None:
         engine = engine or EngineModel.from_config(
-            config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
+            config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
         )
         generation = predict_generation(
             engine, config.rollout.engine.count, workload, config.rollout.partial, ages_in_flight(config.trainer)
@@ -512,7 +512,7 @@ def predict_run(
     if validation_prompts:
         validations = int(trainer.val_before_train) + (steps // trainer.test_freq if trainer.test_freq else 1)
         engine = engine or EngineModel.from_config(
-            config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
+            config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
         )
         problems = replace(workload, groups=validation_prompts, group_size=config.rollout.val.n, kept_groups=1.0)
         validation_seconds = predict_generation(engine, config.rollout.engine.count, problems).seconds

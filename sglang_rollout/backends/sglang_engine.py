@@ -14,7 +14,7 @@ from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, EngineConfig
 from megatron_retool.exact.coverage import OPERATORS
-from sglang_rollout.engine.base import EngineClientError, WeightSync
+from sglang_rollout.engine.base import EngineClientError, EnginePart, WeightSync
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name
 from sglang_rollout.engine.process import SGLangServer
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class SGLangEngine:
     """``Engine`` for production: a server process each, asked over HTTP."""
 
-    steers = True
+    spans = steers = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -43,6 +43,7 @@ class SGLangEngine:
         tokenizer: bool,
         weights_from_sync: bool,
         gpu_ids: Sequence[str] | None,
+        part: EnginePart | None = None,
     ) -> SGLangServer:
         """The server's process of engine ``index``, not started."""
         # Without a learner the model has everything in it.
@@ -56,6 +57,7 @@ class SGLangEngine:
             weights_from_sync=weights_from_sync,
             colocated=self.config.cluster.placement == "colocated",
             gpu_ids=gpu_ids,
+            part=part,
             families=self.config.model.families,
             routed_experts=self._routed_experts,
             weights_stay=of_adapters,

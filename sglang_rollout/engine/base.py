@@ -236,6 +236,21 @@ class Memory(StrEnum):
     KV_CACHE = "kv_cache"
 
 
+@dataclass(frozen=True)
+class EnginePart:
+    """What runs on one node, of an engine that has GPUs of several.
+
+    Attributes:
+        rank: of the node, from 0, which is the one that serves.
+        count: of nodes.
+        address: host:port of the first node, where the parts meet.
+    """
+
+    rank: int
+    count: int
+    address: str
+
+
 class EngineServer(Protocol):
     """Owns what runs on the engine's node. Its methods may block; one owner calls them, one after another."""
 
@@ -252,6 +267,13 @@ class EngineServer(Protocol):
 
     def stop(self) -> None:
         """End everything that was started. Safe to call at any time."""
+
+
+class PartServer(EngineServer, Protocol):
+    """Owns what runs on one node of an engine that has several."""
+
+    def is_alive(self) -> bool:
+        """Whether it runs. Where one part does not, all are stopped."""
 
 
 class EngineClient(Protocol):
@@ -445,6 +467,10 @@ class Engine(Protocol):
             tokenizer: requests have stop strings.
             weights_from_sync: a push comes before the first request.
             gpu_ids: CUDA devices that it may use, its own first; None leaves the environment as it is.
+
+        An engine whose class has ``spans = True`` may have GPUs of several nodes. Then one server (``PartServer``) is
+        made on each of them, with one more argument, ``part`` (``EnginePart``); all start at the same time, and the
+        first one serves.
         """
 
     def client(self, base_url: str) -> EngineClient:
@@ -500,9 +526,16 @@ def check_engine(config: Config) -> None:
     """Refuse an engine that does not follow the protocols, before any process starts.
 
     Raises:
-        ExtensionError: as ``make_engine``; or a part lacks a method, or one has other parameters than its protocol.
+        ExtensionError: as ``make_engine``; or a part lacks a method, or one has other parameters than its protocol; or
+            the engine would have GPUs of several nodes, and cannot.
     """
     engine, label = make_engine(config), f"rollout.engine.backend={config.rollout.engine.backend}"
+    size, per_node = config.rollout.engine.tensor_parallel_size, config.cluster.gpus_per_node
+    if 0 < per_node < size and not getattr(engine, "spans", False):
+        raise ExtensionError(
+            f"{label} has no engine on several nodes (spans = True): rollout.engine.tensor_parallel_size={size} is "
+            f"above cluster.gpus_per_node={per_node}: lower it"
+        )
     log_file = config.run_dir / "logs" / "engine_0.log"
     made = "http://127.0.0.1:9"
     server: dict[str, Any] = {"model_path": config.model.path, "host": "127.0.0.1", "log_file": log_file}

@@ -5,6 +5,8 @@
     ...                                # server.base_url is what SGLangClient speaks to
     server.stop()
 
+An engine on several nodes has such a process on each of them (``part``). The first one serves, the others only compute.
+
 The process runs below ``process_guard``, so that no part of it outlives the trainer, whatever happens to that one.
 Every request must show the key of ``key.py``. On a host without CUDA the server gets what SGLang lacks there from
 ``cpu_shims/``, through its own PYTHONPATH; no other process ever sees that directory, and a CUDA engine does not
@@ -39,7 +41,7 @@ from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
-from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
+from sglang_rollout.engine.base import EngineClientError, EngineError, EnginePart, EngineStartError
 from sglang_rollout.engine.blocking_client import BlockingClient
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
 from sglang_rollout.engine.key import engine_key
@@ -124,6 +126,7 @@ class SGLangServer:
         exact_operators: of ``megatron_retool.exact`` those that it computes with, as the learner does; others stay
             SGLang's.
         weights_stay: no weight sync brings the weights back that ``colocated`` releases: a copy waits in host memory.
+        part: which node's part of an engine it is; None: it is the whole engine.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class SGLangServer:
         routed_experts: bool = False,
         weights_stay: bool = False,
         exact_operators: Collection[str] = (),
+        part: EnginePart | None = None,
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -155,7 +159,10 @@ class SGLangServer:
         self.gpu_ids = gpu_ids
         self.weights_from_sync = weights_from_sync
         self.deterministic = config.random_seed is not None if deterministic is None else deterministic
-        self.host = host
+        self._serves = part is None or part.rank == 0
+        # What SGLang has on the other nodes answers whether it is healthy, without a key.
+        self.host = host if self._serves else "127.0.0.1"
+        self.part = part
         self.requested_port = port
         self.port = port
         self.device = resolve_device(config.device)
@@ -183,7 +190,7 @@ class SGLangServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Launch the server and wait until it has generated a token.
+        """Launch the server and wait until it has generated a token, or is ready to compute where it does not serve.
 
         Raises:
             EngineStartError: the port is taken, the server ended (with the tail of its log), or it did not become
@@ -257,7 +264,9 @@ class SGLangServer:
                     f"{self.config.start_timeout_seconds:.0f} s; raise rollout.engine.start_timeout_seconds if the "
                     f"model is large. Its log is {self.log_file}, which ends with:\n{self.log_tail()}"
                 )
-            if self._answers(client, "/ready", timeout=2.0):
+            if not self._serves and self._answers(client, "/health", timeout=2.0):
+                return
+            if self._serves and self._answers(client, "/ready", timeout=2.0):
                 left = max(1.0, deadline - time.monotonic())
                 if self._answers(client, "/generate", timeout=left, body=one_token):
                     # Keeps later garbage collections (one in every cache flush) off the modules' millions of objects.
@@ -314,6 +323,9 @@ class SGLangServer:
             "--skip-tokenizer-init": not self.tokenizer,
             "--enable-deterministic-inference": self.deterministic,
             "--enable-return-routed-experts": self.routed_experts,
+            "--nnodes": self.part and self.part.count,
+            "--node-rank": self.part and self.part.rank,
+            "--dist-init-addr": self.part and self.part.address,
             "--speculative-algorithm": config.speculative.algorithm,
             "--speculative-draft-model-path": config.speculative.draft_model_path,
             "--speculative-num-steps": config.speculative.num_steps,

@@ -56,7 +56,7 @@ def test_engine_over_nodes_is_refused() -> None:
     overrides = ["learner.world_size=12", "learner.tensor_model_parallel_size=4", "learner.context_parallel_size=1",
                  "learner.mini_batch_size=48", "data.train_batch_size=48", "rollout.engine.tensor_parallel_size=8",
                  "rollout.engine.count=1", "cluster.placement=disaggregated"]  # fmt: skip
-    with pytest.raises(ConfigError, match="engine 0 would span two nodes"):
+    with pytest.raises(ConfigError, match="engine 0 would have GPUs 12 to 19, 8 a node"):
         check_allocation(config(*overrides), nodes=3)
 
 

@@ -1,24 +1,29 @@
-"""Engines of a run whose Ray gets a second node, and loses it again."""
+"""Engines of a run whose Ray gets a second node, and loses it again; and an engine that is on two nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.engine_weights import EngineWeights
 from megatron_retool.cluster.gpu_phases import GpuPhases
-from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.cluster.placement import Placement, Slot, plan_placement
 from megatron_retool.config import load_config
 from megatron_retool.monitor.metrics import StepTimer
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.weight_sync.push import make_weight_sync
+from tests.learner.tiny_models import hf_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +55,7 @@ def test_an_engine_goes_to_a_node_that_joined_and_ends_with_it(nodes: Cluster, t
     said = io.StringIO()
 
     async def node_of(group: EngineGroup, number: int) -> str:
-        worker: Any = group._workers[number]
+        worker: Any = group._workers[number][0]
         return str(await worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
 
     async def scenario() -> None:
@@ -83,6 +88,57 @@ def test_an_engine_goes_to_a_node_that_joined_and_ends_with_it(nodes: Cluster, t
 
     asyncio.run(scenario())
     assert "does not start again, the run continues with 1 engine" in said.getvalue()
+
+
+def test_an_engine_on_two_nodes_computes_takes_weights_and_comes_back(nodes: Cluster, tmp_path: Path) -> None:
+    second = nodes.add_node(num_cpus=4, node_name="second")
+    ids = [ray.get_runtime_context().get_node_id(), second.node_id]
+    model = hf_model("qwen2", tie_word_embeddings=False, intermediate_size=128)
+    model.save_pretrained(tmp_path / "model")
+    config = load_config(None, [
+        f"model.path={tmp_path / 'model'}", "rollout.engine.count=1", "rollout.engine.tensor_parallel_size=2",
+        "rollout.engine.dtype=float32", "rollout.engine.max_total_tokens=2048", "cluster.nodes=2",
+        "weight_sync.method=distributed", "weight_sync.verify=true", f"trainer.runs_dir={tmp_path}",
+    ])  # fmt: skip
+    slots = tuple(Slot("engine", 0, node, (), node) for node in (0, 1))
+    group = EngineGroup(config, Placement(slots, 0, False).on_nodes(ids))
+    tokens = torch.arange(3, 40)
+
+    async def scored() -> list[float]:
+        async with SGLangClient(group.url(0)) as client:
+            return await client.score(tokens.tolist())
+
+    def expected() -> torch.Tensor:
+        log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        return log_probs.gather(-1, tokens[1:, None])[:, 0].detach()
+
+    async def scenario() -> None:
+        try:
+            await group.start(config.model.path)
+            assert group.place(0).node == 0
+            torch.testing.assert_close(torch.tensor(await scored()), expected(), atol=1e-4, rtol=0)
+            for version, method in enumerate(("distributed", "sharded", "disk"), start=1):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.1)
+                changed = replace(config, weight_sync=replace(config.weight_sync, method=method))
+                with make_weight_sync(changed, group.urls) as sync:
+                    await asyncio.to_thread(sync.push, [list(model.state_dict().items())], version)
+                torch.testing.assert_close(torch.tensor(await scored()), expected(), atol=1e-4, rtol=0)
+            other = group._workers[0][1]
+            await other.stop.remote()
+            for _ in range(100):
+                if not await group._workers[0][0].is_alive.remote():
+                    break
+                await asyncio.sleep(0.2)
+            else:
+                raise AssertionError("the engine's first part waits for the second one")
+            await group.restart(0, config.model.path)
+            assert len(await scored()) == len(tokens) - 1
+        finally:
+            await group.stop()
+
+    asyncio.run(scenario())
 
 
 async def _nothing(url: str, new_url: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from megatron_retool.cluster import engine_group, learner_group
 from megatron_retool.cluster.gpus import visible_devices
-from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.registry import ExtensionError
 from sglang_rollout.backends import sglang_engine
+from sglang_rollout.engine.base import check_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -61,10 +63,54 @@ def test_places_are_those_of_the_node() -> None:
     assert placement.engine_gpus(3, "disk") == (4, 5, 6, 7)
 
 
-def test_an_engine_larger_than_a_node_is_refused() -> None:
-    overrides = ["cluster.nodes=4", "cluster.gpus_per_node=8", "rollout.engine.tensor_parallel_size=16"]
-    with pytest.raises(ConfigError, match="engine 0 would span two nodes"):
-        plan_placement(load_config(None, [*overrides, "learner.world_size=16"]))
+APART = ["cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.placement=disaggregated"]
+TWO_NODES = [*APART, "rollout.engine.count=1", "rollout.engine.tensor_parallel_size=16", "learner.world_size=16"]
+
+
+def test_an_engine_larger_than_a_node_has_whole_nodes() -> None:
+    placement = plan_placement(load_config(None, TWO_NODES))
+    assert [(part.node, part.part, len(part.gpus)) for part in placement.parts(0)] == [(2, 0, 8), (3, 1, 8)]
+    assert [placement.engine_gpus(0, "distributed", part) for part in (0, 1)] == [tuple(range(8))] * 2
+    assert placement.slot("engine", 0).node == 2, "the first one serves"
+    assert placement.without_engine(0).nodes_of("engine") == set()
+    grown = placement.without_engine(0).with_engine(7, 16, [0, 1, 3, 4])
+    assert [part.node for part in grown.parts(7)] == [3, 4]
+    with pytest.raises(ConfigError, match="16 GPUs of 2 nodes that no other process is on"):
+        grown.with_engine(8, 16, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            ["rollout.engine.tensor_parallel_size=12"],
+            "engine 0 would have GPUs 16 to 27, 8 a node.*multiple of cluster",
+        ),
+        (["learner.world_size=4"], "engine 0 would have GPUs 4 to 19, 8 a node.* and learner.world_size too"),
+    ],
+)
+def test_an_engine_that_cuts_a_node_is_refused(changes: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_placement(load_config(None, [*TWO_NODES, *changes]))
+
+
+@pytest.mark.parametrize(("placement", "advice"), [("disaggregated", "distributed"), ("colocated", "disk")])
+def test_memory_is_not_shared_with_an_engine_on_two_nodes(placement: str, advice: str) -> None:
+    config = load_config(None, [*TWO_NODES, f"cluster.placement={placement}", "weight_sync.method=tensor"])
+    with pytest.raises(ConfigError, match=f"8 GPUs on each of 2 nodes: set weight_sync.method={advice}"):
+        check_weight_sync(config, plan_placement(config))
+
+
+class EngineOnOneNode(sglang_engine.SGLangEngine):
+    """An engine of somebody's own, which says nothing about several nodes."""
+
+    spans = False
+
+
+def test_an_engine_of_another_kind_says_whether_it_can_be_on_two_nodes() -> None:
+    check_engine(load_config(None, TWO_NODES))
+    with pytest.raises(ExtensionError, match="above cluster.gpus_per_node=8: lower it"):
+        check_engine(load_config(None, [*TWO_NODES, "rollout.engine.backend=tests.cluster.test_gpus:EngineOnOneNode"]))
 
 
 @pytest.fixture

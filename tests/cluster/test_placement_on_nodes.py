@@ -112,7 +112,7 @@ def test_an_added_engine_takes_gpus_that_are_free() -> None:
         try:
             grown = grown.with_engine(number, size, [0, 1, 2, 3])
         except ConfigError as error:
-            assert "none of the nodes that weight_sync.method reaches (4 of 8 GPUs) has them free" in str(error)
+            assert "the nodes that weight_sync.method reaches (4 of 8 GPUs) do not have them free" in str(error)
             break
         number += 1
     taken = [gpu for slot in grown.slots for gpu in slot.gpus]

@@ -219,10 +219,10 @@ def test_32b_recipe_is_the_published_one():
     assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.28)
 
 
-def test_colocated_engine_may_not_span_nodes():
+def test_colocated_engine_may_not_cut_a_node():
     config = load_config(CONFIGS[[p.stem for p in CONFIGS].index("retool_qwen3_30b_a3b_2x8h100")])
     engine = replace(config.rollout.engine, tensor_parallel_size=3, count=4)
-    with pytest.raises(ConfigError, match="span two nodes"):
+    with pytest.raises(ConfigError, match="lies inside one node or has all GPUs"):
         plan_placement(replace(config, rollout=replace(config.rollout, engine=engine)))
 
 

@@ -11,10 +11,11 @@ import pytest
 from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import SpeculativeConfig
 from megatron_retool.planning.engine_model import CPU_PROFILE, GPU_PROFILE, EngineModel
-from megatron_retool.planning.hardware import ACCELERATORS, GIB
+from megatron_retool.planning.hardware import ACCELERATORS, GIB, Machines, parse_machines
 from megatron_retool.planning.models import preset
 
 H100 = ACCELERATORS["H100"]
+NODE = Machines(H100, 8, 8)
 
 # ML.ENERGY leaderboard (github.com/ml-energy/leaderboard, public/data/tasks, February 2026): vLLM, bf16, H100.
 # model, GPUs, mean batch, mean output tokens, output tokens/s. Prompts have about 300 tokens.
@@ -149,8 +150,8 @@ def test_a_draft_model_takes_what_its_files_have(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 3000), ("b.safetensors", 500), ("config.json", 7)):
         (tmp_path / name).write_bytes(b" " * size)
     speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
-    drafted = EngineModel.from_config(EngineConfig(speculative=speculative), preset("qwen3-8b"), H100)
-    plain = EngineModel.from_config(EngineConfig(), preset("qwen3-8b"), H100)
+    drafted = EngineModel.from_config(EngineConfig(speculative=speculative), preset("qwen3-8b"), NODE)
+    plain = EngineModel.from_config(EngineConfig(), preset("qwen3-8b"), NODE)
     assert drafted.weight_bytes - plain.weight_bytes == 3500
 
 
@@ -177,9 +178,19 @@ def test_prefill_of_a_continued_trajectory_costs_its_new_tokens() -> None:
 
 def test_configuration_and_cpu() -> None:
     config = EngineConfig(tensor_parallel_size=2, mem_fraction_static=0.5, max_running_requests=300, quantization="fp8")
-    model = EngineModel.from_config(config, preset("qwen3-8b"), H100, max_concurrent=128)
+    model = EngineModel.from_config(config, preset("qwen3-8b"), NODE, max_concurrent=128)
     assert (model.tensor_parallel, model.memory_fraction, model.max_running) == (2, 0.5, 128)
     assert (model.graph_batch, model.largest_decode_graph) == (300, 256)
     assert (model.weight_bytes_per_parameter, model.profile) == (1.0, GPU_PROFILE)
-    demo = EngineModel.from_config(EngineConfig(dtype="float32"), preset("qwen2.5-0.5b"), ACCELERATORS["CPU"])
+    demo = EngineModel.from_config(EngineConfig(dtype="float32"), preset("qwen2.5-0.5b"), parse_machines("CPUx2"))
     assert (demo.weight_bytes_per_parameter, demo.profile) == (4.0, CPU_PROFILE)
+
+
+def test_an_engine_on_two_nodes_waits_for_the_network_in_every_layer() -> None:
+    engine = EngineConfig(tensor_parallel_size=16)
+    one, two = (EngineModel.from_config(engine, preset("qwen3-32b"), Machines(H100, 16, size)) for size in (16, 8))
+    assert (one.nodes, two.nodes) == (1, 2)
+    layers, hidden = 64, 5120
+    latency, payload = two.profile.network_latency, 2 * 32 * hidden * 2 * 15 / 16
+    longer = latency + payload * (1 / H100.inter_node_bandwidth - 1 / H100.intra_node_bandwidth)
+    assert two.batch_seconds(32) - one.batch_seconds(32) == pytest.approx(2 * layers * longer)

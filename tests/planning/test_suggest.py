@@ -131,7 +131,10 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
         (["rollout.engine.mem_fraction_static=0.99"], "no room for the sleeping learner"),
         (["rollout.engine.count=3"], "12 GPUs are needed (colocated), 8 are there"),
         (["cluster.placement=disaggregated"], "8 learner + 8 engine GPUs = 16 are needed, 8 are there"),
-        (["rollout.engine.tensor_parallel_size=16", "rollout.engine.count=1"], "spans nodes of 8 GPUs"),
+        (
+            ["rollout.engine.tensor_parallel_size=12", "rollout.engine.count=1"],
+            "neither inside a node of 8 GPUs",
+        ),
     ],
 )
 def test_every_kind_of_misfit_is_named(overrides: list[str], message: str) -> None:
@@ -156,6 +159,20 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
     own = plan.candidate({})
     if own is not None:
         assert found[0].seconds <= own.seconds * 1.02
+
+
+def test_a_model_that_no_node_holds_gets_engines_of_several() -> None:
+    file = "configs/retool_qwen3_235b_a22b_16x8h100.yaml"
+    config = load_config(file)
+    _, architecture = resolve_architecture(config)
+    plan = Planner(config, architecture, parse_machines("H100x128", per_node=4), workload_of(config))
+    found = plan.suggestions()
+    assert len(found) == 5
+    for candidate in found:
+        config = load_config(file, overrides_of(candidate.changes))
+        engine = config.rollout.engine
+        assert engine.tensor_parallel_size in (8, 16, 32) and config.weight_sync.method != "tensor"
+        assert len(plan_placement(config).parts(0)) == engine.tensor_parallel_size // 4
 
 
 def test_a_suggestion_computes_no_more_layers_again_than_it_must() -> None:

@@ -312,7 +312,7 @@ def test_partial_rollout_shortens_the_predicted_generation() -> None:
     assert partial.generation.dropped_tokens == 0
     assert partial.generation.mean_length == pytest.approx(waiting.generation.mean_length, rel=0.02)
     # What sampled lengths give over many steps: the responses of a prompt are as alike there.
-    engine = EngineModel.from_config(config.rollout.engine, preset("qwen2.5-32b"), ACCELERATORS["H200"], 256)
+    engine = EngineModel.from_config(config.rollout.engine, preset("qwen2.5-32b"), parse_machines("H200x8"), 256)
     sampled = RolloutSimulation(engine, 2, workload, seed=1)
     steps = [sampled.collect(workload.groups, "pause", max_age=2, over_sampling=1.25) for _ in range(40)][4:]
     assert partial.generation.seconds == pytest.approx(mean_result(steps).seconds, rel=0.05)

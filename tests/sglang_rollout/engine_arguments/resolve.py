@@ -22,7 +22,7 @@ KERNELS = ("sgl_kernel", "deep_gemm", "flashinfer")
 REPORTED = (
     "attention_backend", "context_length", "device", "enable_memory_saver", "enable_return_routed_experts",
     "enable_deterministic_inference", "ep_size", "kv_cache_dtype", "max_running_requests", "mem_fraction_static",
-    "quantization", "tp_size", "enable_lora", "max_lora_rank", "lora_backend",
+    "quantization", "tp_size", "nnodes", "node_rank", "dist_init_addr", "enable_lora", "max_lora_rank", "lora_backend",
 )  # fmt: skip
 
 

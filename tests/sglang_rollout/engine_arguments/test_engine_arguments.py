@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatron_retool.config import Config, load_config
 from megatron_retool.planning.engine_model import EngineModel
-from megatron_retool.planning.hardware import ACCELERATORS
+from megatron_retool.planning.hardware import ACCELERATORS, Machines
 from megatron_retool.planning.models import MODELS, resolve_architecture
+from sglang_rollout.engine.base import EnginePart
 from sglang_rollout.engine.process import RESERVED_TOKENS, SGLangServer, torchvision_directory
 
 pytestmark = pytest.mark.slow  # imports SGLang whole, once for each kind of card
@@ -33,16 +34,22 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "deterministic": ("rollout.engine.random_seed=1",),
     "FP8": ("rollout.engine.quantization=fp8",),
     "adapters": ("rollout.engine.adapters.max_rank=32", "rollout.engine.adapters.targets=[attention]"),
+    "on two nodes": (
+        "rollout.engine.tensor_parallel_size=16",
+        "rollout.engine.expert_parallel_size=16",
+        "rollout.engine.count=1",
+    ),
 }
+PART = EnginePart(1, 2, "10.0.0.1:20000")
 
 
 def card_of(recipe: str) -> str:
     return next((card for card in CARDS if card in recipe), "h100")
 
 
-def server_of(recipe: str, overrides: tuple[str, ...], directory: Path) -> tuple[Config, SGLangServer]:
+def server_of(recipe: str, kind: str, directory: Path) -> tuple[Config, SGLangServer]:
     """The recipe's first engine, as ``engine_group`` makes it, for a model directory without weights."""
-    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*overrides, "rollout.engine.device=cuda"])
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*OVERRIDES[kind], "rollout.engine.device=cuda"])
     path = config.model.path.lower().replace("-", "_")
     name = max((name for name in MODELS if name.replace("-", "_") in path), key=len)
     model = directory / name
@@ -59,6 +66,7 @@ def server_of(recipe: str, overrides: tuple[str, ...], directory: Path) -> tuple
         weights_from_sync=True,
         routed_experts=config.learner.routing_replay == "rollout",
         port=30000,
+        part=PART if kind == "on two nodes" else None,
     )
     return config, server
 
@@ -69,8 +77,8 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     directory = tmp_path_factory.mktemp("engine_arguments")
     lines: dict[str, dict[tuple[str, str], str]] = {}
     for recipe in RECIPES:
-        for kind, overrides in OVERRIDES.items():
-            _, server = server_of(recipe, overrides, directory)
+        for kind in OVERRIDES:
+            _, server = server_of(recipe, kind, directory)
             lines.setdefault(card_of(recipe), {})[recipe, kind] = json.dumps(server.command()[3:])
     environment = {name: value for name, value in server.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
     environment["PYTHONPATH"] = f"{torchvision_directory()}{os.pathsep}{environment['PYTHONPATH']}"
@@ -97,7 +105,7 @@ def test_sglang_takes_the_arguments(
 ) -> None:
     found = resolved[recipe, kind]
     assert "error" not in found
-    config, _ = server_of(recipe, OVERRIDES[kind], tmp_path)
+    config, _ = server_of(recipe, kind, tmp_path)
     engine = config.rollout.engine
     experts = "_a3b_" in recipe or "_a22b_" in recipe
     parallel = engine.tensor_parallel_size
@@ -113,6 +121,9 @@ def test_sglang_takes_the_arguments(
         "enable_lora": True if kind == "adapters" else None,
         "max_lora_rank": 32 if kind == "adapters" else None,
         "lora_backend": "csgmv",
+        "nnodes": 2 if kind == "on two nodes" else 1,
+        "node_rank": 1 if kind == "on two nodes" else 0,
+        "dist_init_addr": PART.address if kind == "on two nodes" else None,
     }
     assert {name: found[name] for name in expected} == expected
     if engine.context_length is not None:
@@ -121,7 +132,8 @@ def test_sglang_takes_the_arguments(
         assert found["attention_backend"] == ("fa3" if CARDS[card_of(recipe)][2] == 9 else "flashinfer"), found
         # What the planner takes for the memory of CUDA graphs.
         _, architecture = resolve_architecture(config)
-        model = EngineModel.from_config(engine, architecture, ACCELERATORS[ACCELERATOR[card_of(recipe)]])
+        machines = Machines(ACCELERATORS[ACCELERATOR[card_of(recipe)]], 8, 8)
+        model = EngineModel.from_config(engine, architecture, machines)
         assert found["prefill_backend"] == "breakable"
         assert tuple(found["prefill_graphs"]) == model.prefill_graph_sizes
         assert max(found["decode_graphs"]) == model.largest_decode_graph
