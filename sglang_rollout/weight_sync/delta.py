@@ -1,14 +1,22 @@
 """What has changed in the weights since the last sync, in few bytes and exact to the bit.
 
 The sender keeps what it sent last, in the engines' dtype on the host.  Of a tensor it sends the elements whose bits are
-others, as their places and new values, or the whole tensor where that is smaller:
+others, as their places and what becomes of them, or the whole tensor where that is smaller:
 
 | part | dtype, shape | meaning |
 |---|---|---|
 | ``NAME.delta_shape`` | int64 [dimensions] | shape of the tensor |
 | ``NAME.delta_gaps`` | uint8 [n or more] | elements skipped before each changed one; 255: skip so many, no element |
 | ``NAME.delta_positions`` | int32 [n] | in place of gaps where changes are rare: places in the flat tensor |
-| ``NAME.delta_values`` | dtype of the tensor, [n] | new values |
+| ``NAME.delta_bits`` | uint8 [elements / 8] | in place of gaps where changes are many: a bit for each element |
+| ``NAME.delta_kinds`` | uint8 [n / 4] | of 16-bit dtypes, 2 bits for each changed element, see below |
+| ``NAME.delta_steps`` | int8 [s] | of 16-bit dtypes |
+| ``NAME.delta_values`` | dtype of the tensor, [v] | new values; all n where there are no kinds |
+
+An optimizer's step moves most weights by few of the numbers that 16 bits can hold, so that it is shorter to say by how
+many: 0 and 1 of ``delta_kinds`` stand for the next number away from zero and towards it (its bits as an integer, one
+more or one less), 2 for the next of ``delta_steps`` (so many more), 3 for the next of ``delta_values``.  First elements
+are in the lowest bits.
 
 The engine's side is ``sglang_plugins/changed_weights.py``.  A sender whose last sync failed, a new sender, an engine of
 another version and every ``weight_sync.delta_whole_every``-th sync take whole weights.
@@ -19,10 +27,13 @@ from __future__ import annotations
 import torch
 
 Bucket = list[tuple[str, torch.Tensor]]
-SHAPE, GAPS, POSITIONS, VALUES = ".delta_shape", ".delta_gaps", ".delta_positions", ".delta_values"
+SHAPE, GAPS, POSITIONS, BITS = ".delta_shape", ".delta_gaps", ".delta_positions", ".delta_bits"
+KINDS, STEPS, VALUES = ".delta_kinds", ".delta_steps", ".delta_values"
 SMALLEST = 1024
 """Elements of the smallest tensor whose changes are told apart: engines may read a smaller one as a number."""
 LONGEST_GAP = 255
+LONGEST_STEP = 30
+"""For which the engine's side has marks."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,15 +86,39 @@ def changes(name: str, new: torch.Tensor, old: torch.Tensor) -> Bucket:
     """The parts that make ``old`` into ``new``; none where they are equal, ``new`` itself where that is smaller."""
     if new.numel() < SMALLEST or new.numel() >= 2**31:
         return [] if torch.equal(_words(new), _words(old)) else [(name, new)]
-    positions = (_words(new) != _words(old)).nonzero().squeeze(1)
+    words, before = _words(new), _words(old)
+    changed = words != before
+    positions = changed.nonzero().squeeze(1)
     if not len(positions):
         return []
+    parts = [(SHAPE, torch.tensor(new.shape, dtype=torch.int64, device=new.device)), _places(changed, positions)]
     values = new.reshape(-1)[positions]
-    rare = 4 * len(positions) < len(positions) + new.numel() // LONGEST_GAP
-    places = (POSITIONS, positions.to(torch.int32)) if rare else (GAPS, gaps_of(positions))
-    shape = torch.tensor(new.shape, dtype=torch.int64, device=new.device)
-    parts = [(name + SHAPE, shape), (name + places[0], places[1]), (name + VALUES, values)]
-    return parts if sum(part.nbytes for _, part in parts) < new.nbytes else [(name, new)]
+    if new.element_size() == 2:
+        steps = words[positions].to(torch.int32) - before[positions]
+        kinds = torch.where(steps.abs() == 1, steps == -1, 2 + (steps.abs() > LONGEST_STEP)).to(torch.uint8)
+        parts += [(KINDS, _packed(kinds, 2)), (STEPS, steps[kinds == 2].to(torch.int8))]
+        values = values[kinds == 3]
+    parts.append((VALUES, values))
+    smaller = sum(part.nbytes for _, part in parts) < new.nbytes
+    return [(name + part, tensor) for part, tensor in parts] if smaller else [(name, new)]
+
+
+def _places(changed: torch.Tensor, positions: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """``positions``, those of the elements that have ``changed`` (bool), in the shortest form."""
+    of_gaps = len(positions) + changed.numel() // LONGEST_GAP
+    if changed.numel() // 8 < of_gaps:
+        return BITS, _packed(changed.to(torch.uint8), 1)
+    return (POSITIONS, positions.to(torch.int32)) if 4 * len(positions) < of_gaps else (GAPS, gaps_of(positions))
+
+
+def _packed(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """``numbers``, uint8 [n] of ``width`` bits each, as uint8 [n width / 8, rounded up]."""
+    each = 8 // width
+    rows = torch.nn.functional.pad(numbers, (0, -len(numbers) % each)).view(-1, each)
+    packed = rows[:, 0].clone()
+    for place in range(1, each):
+        packed |= rows[:, place] << place * width
+    return packed
 
 
 def gaps_of(positions: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class Load:
         override: of config.json.
         halves: dimension in which a tensor is cut, by its name: both halves come by themselves, as
             ``weight_sync.method=sharded`` sends them. None: all come whole.
+        changed: whole weights with some elements moved come next, then what makes them those of ``tensors`` again, as
+            ``weight_sync.delta`` sends it.
         sequences: token ids to score with an engine of ``directory``, seven or more each; none: no engine is built.
     """
 
@@ -40,6 +42,7 @@ class Load:
     override: dict[str, Any] = field(default_factory=dict)
     sequences: list[list[int]] = field(default_factory=list)
     halves: dict[str, int] = field(default_factory=dict)
+    changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,5 +97,5 @@ def _said(answer: dict[str, Any]) -> str:
         return str(answer["error"])
     missing = [text for text in answer["warnings"] if "not found" in text or "not loaded" in text]
     unwritten = answer["unwritten"]
-    parts = [f"not written: {', '.join(unwritten[:5])} ({len(unwritten)} in all)"] if unwritten else []
+    parts = [f"not written, or not right: {', '.join(unwritten[:5])} ({len(unwritten)} in all)"] if unwritten else []
     return "; ".join(parts + missing[:5])

@@ -73,7 +73,7 @@ def main(cases: list[dict[str, Any]], rendezvous: Path) -> dict[str, Any]:
 
 
 def load(case: dict[str, Any]) -> list[str]:
-    """Names of the parameters that the case's tensors do not fill."""
+    """Names of the parameters that the case's tensors do not fill, or that their changes do not make what they do."""
     from safetensors.torch import load_file
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -96,7 +96,33 @@ def load(case: dict[str, Any]) -> list[str]:
     tensors = load_file(case["tensors"])
     for half in (0, 1) if case["halves"] else (0,):
         model.load_weights(iter(half_of(tensors, half, case["halves"])))
-    return [name for name, data in parameters.items() if bool(data.float().isnan().any())]
+    wrong = [name for name, data in parameters.items() if bool(data.float().isnan().any())]
+    if case["changed"]:
+        whole = {name: data.clone() for name, data in parameters.items()}
+        before = {name: moved(tensor) for name, tensor in tensors.items()}
+        model.load_weights(iter(before.items()))
+        model.load_weights(iter(changes_of(tensors, before)))
+        wrong += [name for name, data in parameters.items() if not torch.equal(data, whole[name])]
+    return wrong
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with some elements a few of the numbers away that its dtype can hold."""
+    if tensor.element_size() != 2:
+        return tensor.clone()
+    words = tensor.clone().view(torch.int16)
+    flat = words.view(-1)
+    flat[::3] += 1
+    flat[1::7] -= 5
+    return words.view(tensor.dtype)
+
+
+def changes_of(tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """What an engine that has ``before`` is given of ``tensors``."""
+    from sglang_rollout.engine.sglang_plugins.changed_weights import with_changes
+    from sglang_rollout.weight_sync.delta import changes
+
+    return [part for name, tensor in tensors.items() for part in with_changes(changes(name, tensor, before[name]))]
 
 
 def half_of(tensors: dict[str, torch.Tensor], half: int, dims: dict[str, int]) -> list[tuple[str, torch.Tensor]]:

@@ -1,8 +1,9 @@
 """SGLang plugin: a weight update may bring only the elements that have changed (``weight_sync/delta.py``).
 
 Where the parts of a changed tensor arrive, a ``ChangedWeight`` of the tensor's shape takes their place: it holds the
-new values, and a mark, a NaN of certain bits, everywhere else.  SGLang's own loaders cut it as they cut any weight; in
-the end they copy a piece of it into a parameter, and that copy leaves marked elements as they are.
+new values, and marks, NaNs of certain bits, everywhere else.  SGLang's own loaders cut it as they cut any weight; in
+the end they copy a piece of it into a parameter, and that copy leaves an element as it is, or moves it by a few of the
+numbers that its dtype can hold, as its mark says.
 
 SGLang finds this plugin through the entry point beside this file, that is, only in processes which have this directory
 on their path.
@@ -14,14 +15,19 @@ from typing import Any
 
 import torch
 
-SHAPE, GAPS, POSITIONS, VALUES = ".delta_shape", ".delta_gaps", ".delta_positions", ".delta_values"
+SHAPE, GAPS, POSITIONS, BITS = ".delta_shape", ".delta_gaps", ".delta_positions", ".delta_bits"
+KINDS, STEPS, VALUES = ".delta_kinds", ".delta_steps", ".delta_values"
+PARTS = (GAPS, POSITIONS, BITS, KINDS, STEPS, VALUES)
 LONGEST_GAP = 255
+LONGEST_STEP = 30
 _MARKS = {
     torch.float32: (torch.int32, 0x7FC0DE17),
-    torch.bfloat16: (torch.int16, 0x7FD1),
-    torch.float16: (torch.int16, 0x7ED1),
+    torch.bfloat16: (torch.int16, 0x7FE0),
+    torch.float16: (torch.int16, 0x7F00),
 }
-"""Of each dtype, the integer of its size and a NaN's bits that no computation yields."""
+"""Of each dtype, the integer of its size and the bits of a NaN, the mark of an element that stays. The LONGEST_STEP
+numbers above and below mark elements that move by so many. No computation yields such NaNs: CPUs make 0x7FC0 and
+0x7E00, GPUs 0x7FFF."""
 
 
 def register() -> None:
@@ -43,10 +49,9 @@ def with_changes(
     for name, tensor in tensors:
         if name.endswith(SHAPE):
             whole = name.removesuffix(SHAPE)
-            gaps = by_name.get(whole + GAPS)
-            places = by_name[whole + POSITIONS].long() if gaps is None else positions_of(gaps)
-            found.append((whole, changed_weight(tensor.tolist(), places, by_name[whole + VALUES])))
-        elif not name.endswith((GAPS, POSITIONS, VALUES)):
+            parts = {part: by_name[whole + part] for part in PARTS if whole + part in by_name}
+            found.append((whole, changed_weight(tensor.tolist(), parts)))
+        elif not name.endswith(PARTS):
             found.append((name, tensor))
     return found
 
@@ -57,11 +62,31 @@ def positions_of(gaps: torch.Tensor) -> torch.Tensor:
     return (steps.cumsum(0) - 1)[gaps != LONGEST_GAP]
 
 
-def changed_weight(shape: list[int], positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor of ``shape`` that holds ``values`` at ``positions`` of its flat form, and is marked elsewhere."""
+def unpacked(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """``count`` numbers of ``width`` bits each, uint8, the first in the lowest bits."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & (1 << width) - 1).view(-1)[:count]
+
+
+def changed_weight(shape: list[int], parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of ``shape`` that holds the new values in their places, and is marked elsewhere."""
+    values = parts[VALUES]
     kind, mark = _MARKS[values.dtype]
     words = torch.full(shape, mark, dtype=kind, device=values.device)
-    words.view(-1)[positions] = values.contiguous().view(kind)
+    if BITS in parts:
+        places = unpacked(parts[BITS], 1, words.numel()).nonzero().squeeze(1)
+    elif GAPS in parts:
+        places = positions_of(parts[GAPS])
+    else:
+        places = parts[POSITIONS].long()
+    found = values.contiguous().view(kind)
+    if KINDS in parts:
+        kinds = unpacked(parts[KINDS], 2, len(places))
+        moved = mark + 1 - 2 * kinds.to(kind)
+        moved[kinds == 2] = mark + parts[STEPS].to(kind)
+        moved[kinds == 3] = found
+        found = moved
+    words.view(-1)[places] = found
     return words.view(values.dtype).as_subclass(ChangedWeight)
 
 
@@ -70,7 +95,7 @@ class ChangedWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copies leave marked elements as they are; every other operation is the tensor's own."""
+        """Copies do as the marks say; every other operation is the tensor's own."""
         if function is torch.Tensor.copy_ and isinstance(args[1], cls):
             target, source = args[0], plain(args[1])
             return target.copy_(merged(target, source.expand_as(target)))
@@ -87,6 +112,13 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 def merged(present: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """``changed`` with the present elements where it is marked, in the dtype of ``present``."""
+    """What ``present`` becomes, in its own dtype."""
     kind, mark = _MARKS[changed.dtype]
-    return torch.where(changed.view(kind) == mark, present, changed.to(present.device, present.dtype))
+    changed = changed.to(present.device)
+    steps = changed.view(kind) - mark
+    stays = steps == 0
+    if kind is torch.int16:
+        # An engine may hold more bits than travel: what it holds came in this dtype.
+        moved = (present.to(changed.dtype).view(kind) + steps).view(changed.dtype)
+        changed = torch.where((steps >= -LONGEST_STEP) & (steps <= LONGEST_STEP), moved, changed)
+    return torch.where(stays, present, changed.to(present.dtype))

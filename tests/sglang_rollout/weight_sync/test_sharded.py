@@ -234,8 +234,9 @@ def test_real_engines_hold_what_the_ranks_sent(
         assert found["dead"] == [(urls[0],)] * world, "every rank knows which engine died while weights were sent"
 
 
-def test_every_familys_class_takes_halves(tmp_path: Path) -> None:
-    """SGLang's own class of every built-in family writes each parameter whole from what two ranks send."""
+def test_every_familys_class_takes_halves_and_changes(tmp_path: Path) -> None:
+    """SGLang's own class of every built-in family writes each parameter whole from what two ranks send, and then holds
+    what whole weights make of it when only changes come (``weight_sync.delta``)."""
     loads = []
     for request in one_of_each_family():
         architecture = architecture_of(request)
@@ -250,7 +251,7 @@ def test_every_familys_class_takes_halves(tmp_path: Path) -> None:
             for name in mapping.hf_names
             if mapping.tp_dim is not None and not mapping.is_stacked
         }
-        loads.append(Load(architecture.family, str(place), str(place / "model.safetensors"), halves=dims))
+        loads.append(Load(architecture.family, str(place), str(place / "model.safetensors"), halves=dims, changed=True))
     found = load_into_engine_classes(loads, tmp_path)
     assert {name: loaded.wrong for name, loaded in found.items() if loaded.wrong} == {}
     assert len(found) > 20
