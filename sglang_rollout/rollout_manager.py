@@ -21,7 +21,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_retool.config import Config, SamplingConfig
@@ -120,6 +120,22 @@ class RolloutManager:
         # Agents whose tools still ran when their stream stopped. They come to rest at the next turn.
         self._lingering: dict[_Place, asyncio.Task[None]] = {}
         self._failures_in_a_row = 0
+        self._endless: _Running | None = None
+        """The stream that has an inbox."""
+
+    def idle_places(self, groups: Iterable[int], size: int) -> int:
+        """Trajectories that engines have places for, beside those of the stream with an inbox.
+
+        Args:
+            groups: ids of its unfinished groups.
+            size: trajectories of each that still waits in the inbox.
+        """
+        running = self._endless
+        under_way = (
+            size if running is None or group_id not in running.tasks else running.working[group_id]
+            for group_id in groups
+        )
+        return self.engines.places - sum(under_way)
 
     @property
     def paused_group_ids(self) -> list[int]:
@@ -188,6 +204,7 @@ class RolloutManager:
         *,
         group_sizes: Mapping[int, int] | None = None,
         inbox: Inbox | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[list[Trajectory], Changes | None]:
         """Yield each group of ``sampling.n`` trajectories when its last one is finished; take changes in return.
 
@@ -197,6 +214,7 @@ class RolloutManager:
             group_sizes: trajectories of a group by its group id, where that is not ``sampling.n``.
             inbox: for changes while no group is yielded. Such a stream has no end: where nothing is under way it waits
                 for the next change.
+            on_end: called when a trajectory has ended and its group has not.
 
         Raises:
             RolloutError, NoEngineAvailable: after everything in flight has been stopped.
@@ -221,6 +239,8 @@ class RolloutManager:
             self.agent,
             ready=asyncio.Queue() if inbox is None else inbox,
         )
+        if inbox is not None:
+            self._endless = running
         served = contextlib.AsyncExitStack()
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None
         pending = running.pending
@@ -246,6 +266,8 @@ class RolloutManager:
                     if changes is not None:
                         self._begin(new(changes.prompts, changes.group_sizes), running)
                         self._abort(changes.abort, running)
+                elif on_end is not None:
+                    on_end()
         finally:
             # What a task agent has so far cannot be kept: there is nothing to wait for.
             await self._stop(running, keep=resume_paused and self.task_agents is None)

@@ -2,9 +2,10 @@
 
 Engines generate without a pause. New weights reach them while requests are in flight: an engine holds its requests,
 takes the weights, and continues them, so that the tokens of one response may come from several versions; each token
-carries its own. A step takes groups that are complete (``group_buffer.py`` has the rules), and no token that is trained
-on is more than ``trainer.max_age`` updates old. What each step took lies in rollouts/, from where a later run can train
-on the same groups in the same order (``rollout.replay_dir``).
+carries its own. A step takes groups that are complete, and no token that is trained on is more than
+``trainer.max_age`` updates old (``algorithms/group_buffer.py`` has the rules). A group starts when engines have places
+for it: one that waited for a place would only be older. What each step took lies in rollouts/, from where a later run
+can train on the same groups in the same order (``rollout.replay_dir``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from megatron_retool.algorithms.group_buffer import GroupBuffer
 from megatron_retool.algorithms.refill import groups_for
 from megatron_retool.errors import InputError
 from megatron_retool.loop.experience import (
@@ -29,7 +32,6 @@ from megatron_retool.loop.experience import (
     mean_accuracy,
     stored_groups,
 )
-from megatron_retool.loop.group_buffer import GroupBuffer
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -163,7 +165,7 @@ class AsyncExperience:
 
     async def _fill(self) -> None:
         run = self._run
-        stream = run.rollout.stream([], run.config.rollout.train, inbox=self._inbox)
+        stream = run.rollout.stream([], run.config.rollout.train, inbox=self._inbox, on_end=self._start_groups)
         async with contextlib.aclosing(stream):
             async for group in stream:
                 with self._timer.phase(Phase.REWARD):
@@ -181,13 +183,20 @@ class AsyncExperience:
 
     def _start_groups(self) -> None:
         run, version = self._run, self._run.weights.version
-        count = min(self._buffer.room(version), self._needed())
+        count = min(self._buffer.room(version), self._needed(), self._idle_groups())
         if count <= 0:
             return
         prompts = run.prompts.next_batch(count)
         self._buffer.start([prompt.group_id for prompt in prompts], version)
         sizes = self._state.group_sizes(prompts, self._buffer.step + 1)
         self._inbox.put_nowait(Changes(prompts, sizes))
+
+    def _idle_groups(self) -> int:
+        """Groups that engines have places for, the last one perhaps not for all of its trajectories; at least one where
+        none is under way, since an engine that is restarted will have places."""
+        generating, size = self._buffer.generating, self._run.config.rollout.train.n
+        places = self._run.rollout.idle_places(generating, size)
+        return max(math.ceil(places / size), 0 if generating else 1)
 
     def _needed(self) -> int:
         """Groups that have to start for the rest of the run to be full, as far as the keep rate tells."""

@@ -45,9 +45,7 @@ def scenario_of(
     """
     assumptions = assumptions or Assumptions()
     rollout = config.rollout
-    engine = EngineModel.from_config(
-        rollout.engine, architecture, machines, rollout.max_concurrent_trajectories
-    )
+    engine = EngineModel.from_config(rollout.engine, architecture, machines, rollout.max_concurrent_trajectories)
     engine_gpus = rollout.engine.count * engine.tensor_parallel
     own_gpus = max(engine_gpus, layout.world_size)
     engine_share = engine_gpus / own_gpus

@@ -14,6 +14,9 @@ What becomes of the groups that are unfinished when enough are complete:
 
 Where dynamic sampling discards groups (``Workload.kept_groups``), the training loop's own ``Refill`` says how many are
 started and which are the batch; "rounds" is "wait" as it would be if each refill waited for the one before.
+
+Of asynchronous training with a bound on age (``trainer.mode: async``), the training loop's own ``GroupBuffer`` says
+when a group may start and which groups a step takes: ``take_steps``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_retool.algorithms.group_buffer import GroupBuffer
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.simulated_engine import Response, SimulatedEngine, SimulatedGroup
@@ -150,13 +154,7 @@ class RolloutSimulation:
             max_age: steps that a paused group may wait before it is dropped.
             over_sampling: groups under way for each that is expected to be needed.
         """
-        begin = self.now
-        self._finish_times = []
-        self._tool_wait, self._tool_calls = 0.0, 0
-        for engine in self._engines:
-            engine.advance(begin)
-            engine.tokens = engine.decoding = engine.prefilling = 0.0
-            engine.first_step = engine.steps
+        begin = self._begin_step()
         chosen = self._rounds(needed) if unfinished == "rounds" else self._refilled(needed, unfinished, over_sampling)
         for engine in self._engines:
             engine.advance(self.now)
@@ -168,9 +166,62 @@ class RolloutSimulation:
         if unfinished in ("wait", "drop", "pause"):
             aborted, paused = self._stop(keep=unfinished == "pause", max_age=max_age)
             dropped += aborted
+        self._have_older_weights()
+        return replace(result, dropped_tokens=dropped, paused=paused)
+
+    def take_steps(self, needed: int, max_age: int, learner_seconds: float, steps: int) -> list[StepResult]:
+        """Asynchronous training: ``steps`` steps of ``needed`` groups each, while nothing stops.
+
+        ``seconds`` of a step are from the one before it to its own taking of groups. The learner takes a batch when it
+        is free and ``GroupBuffer`` lets it; new weights arrive ``learner_seconds`` later.
+
+        Args:
+            max_age: trainer.max_age.
+        """
+        buffer, version = GroupBuffer(needed, max_age), 0
+        results: list[StepResult] = []
+        while len(results) < steps:
+            begin = self._begin_step()
+            free = begin + (learner_seconds if results else 0.0)
+            while True:
+                for group in self._decided:
+                    buffer.finish(group.number, has_signal=group.informative)
+                self._decided = []
+                if self.now >= free and version < buffer.step:
+                    version = buffer.step
+                    self._have_older_weights()
+                self._fill()
+                while buffer.room(version) and any(engine.free_slots for engine in self._engines):
+                    buffer.start([self._started], version)
+                    self.start_groups(1)
+                    self._fill()
+                if self.now >= free and (batch := buffer.take()) is not None:
+                    break
+                if self.now < free and (not self._events or self._events[0][0] >= free):
+                    self.now = free
+                else:
+                    self._next_event()
+            for engine in self._engines:
+                engine.advance(self.now)
+            complete = {group.number: group for group in self._complete}
+            results.append(self._result([complete.pop(number) for number in batch], begin))
+            self._complete = deque(complete.values())
+        return results
+
+    def _begin_step(self) -> float:
+        """Count again; the time at which the step begins."""
+        self._finish_times = []
+        self._tool_wait, self._tool_calls = 0.0, 0
+        for engine in self._engines:
+            engine.advance(self.now)
+            engine.tokens = engine.decoding = engine.prefilling = 0.0
+            engine.first_step = engine.steps
+        return self.now
+
+    def _have_older_weights(self) -> None:
+        """What is sampled so far was sampled by older weights than the next step's."""
         for group in (*self._open.values(), *self._complete):
             group.stale_tokens = sum(member.sampled + member.progress() for member in group.members)
-        return replace(result, dropped_tokens=dropped, paused=paused)
 
     def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[SimulatedGroup]:
         """The batch, as the training loop would have it; without its aborts before the batch is certain."""

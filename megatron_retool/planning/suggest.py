@@ -19,7 +19,7 @@ from megatron_retool.planning.simulate import StepResult
 from megatron_retool.planning.timing import (
     Assumptions,
     StepTime,
-    ages_in_flight,
+    age_bound,
     predict_generation,
     predict_step,
 )
@@ -200,8 +200,8 @@ def _placement_problems(config: Config, machines: Machines) -> Iterator[LayoutPr
         return
     if engine.tensor_parallel_size > machines.per_node and engine.tensor_parallel_size % machines.per_node:
         yield LayoutProblem(
-            f"an engine of TP {engine.tensor_parallel_size} is neither inside a node of {machines.per_node} GPUs nor on "
-            "all GPUs of several"
+            f"an engine of TP {engine.tensor_parallel_size} is neither inside a node of {machines.per_node} GPUs "
+            "nor on all GPUs of several"
         )
     if config.cluster.placement == "colocated":
         if max(engines, learner) > machines.count:
@@ -367,7 +367,7 @@ class Planner:
             engines = max(1, round(count * scale))
             self._generation[key] = predict_generation(
                 *(engine, engines, self.workload.scaled(engines / count), rollout.partial),
-                ages_in_flight(config.trainer),
+                age_bound(config.trainer),
             )
         return self._generation[key]
 

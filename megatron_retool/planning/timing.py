@@ -381,13 +381,6 @@ def predict_step(
         generation: a result of ``predict_generation``, to save running it again for another learner layout.
     """
     assumptions = assumptions or Assumptions()
-    if generation is None:
-        engine = engine or EngineModel.from_config(
-            config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
-        )
-        generation = predict_generation(
-            engine, config.rollout.engine.count, workload, config.rollout.partial, ages_in_flight(config.trainer)
-        )
     learner = config.learner
     arguments = (architecture, learner, layout, machines, workload, assumptions)
     log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
@@ -396,6 +389,16 @@ def predict_step(
     # Of several teachers each reads the rows of its data sources: all of them are as slow as the slowest at most.
     frozen = [learner_time(each, *arguments[1:], training=False) for each in frozen_architectures(config, architecture)]
     reference = max(frozen, key=lambda time: time.total, default=None)
+    # The critic reads values once and learns from them with the same passes.
+    critic = update.total + log_probs.total if Need.CRITIC in algorithm.needs else 0.0
+    if generation is None:
+        engine = engine or EngineModel.from_config(
+            config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
+        )
+        training = log_probs.total + (reference.total if reference else 0.0) + update.total + critic
+        generation = predict_generation(
+            engine, config.rollout.engine.count, workload, config.rollout.partial, age_bound(config.trainer), training
+        )
     passes = 3 if adapters_of(learner) is None else 2  # of frozen weights no gradient is computed
     model_flops = passes * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)
@@ -406,8 +409,7 @@ def predict_step(
         log_probs=log_probs,
         reference=reference,
         update=update,
-        # The critic reads values once and learns from them with the same passes.
-        critic=update.total + log_probs.total if Need.CRITIC in algorithm.needs else 0.0,
+        critic=critic,
         weight_sync=weight_sync_seconds(config, architecture, machines, assumptions),
         phase_switch=phase_switch_seconds(config, architecture, layout, machines),
         overlapped=(config.rollout.staleness > 0 or config.trainer.mode == "async") and not colocated,
@@ -430,9 +432,9 @@ def share_of_log_probs(config: Config) -> float:
     return 1.0 if source is OldLogProbs.PASS else 0.0
 
 
-def ages_in_flight(trainer: TrainerConfig) -> int | None:
-    """Batches of groups that asynchronous training has under way (``loop.group_buffer``); None where a step waits."""
-    return None if trainer.mode == "sync" else trainer.max_age + 1
+def age_bound(trainer: TrainerConfig) -> int | None:
+    """trainer.max_age of asynchronous training; None where a step waits for its groups."""
+    return None if trainer.mode == "sync" else trainer.max_age
 
 
 def predict_generation(
@@ -440,27 +442,27 @@ def predict_generation(
     engines: int,
     workload: Workload,
     partial: PartialRolloutConfig | None = None,
-    batches_in_flight: int | None = None,
+    max_age: int | None = None,
+    learner_seconds: float = 0.0,
 ) -> StepResult:
     """One step's rollout with the expected lengths.
 
     Every response is waited for. With ``partial`` rollout it is the mean over several steps, after some that fill the
-    queue of paused trajectories; with ``batches_in_flight`` that of steps which never stop what is under way.
+    queue of paused trajectories; with ``max_age`` (``age_bound``) that of asynchronous steps, from one to the next,
+    whose learner takes ``learner_seconds`` (0: what the engines alone allow).
     """
-    streams = batches_in_flight is not None
-    if not streams and (partial is None or not partial.enable):
+    if max_age is None and (partial is None or not partial.enable):
         # The constants were fitted to groups that are no more alike than others.
         workload = replace(workload, lengths=replace(workload.lengths, correlation=0.0))
         return RolloutSimulation(engine, engines, workload, seed=0, expected=True).collect(workload.groups)
     simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
     fewest, most = PARTIAL_STEPS
     counted = min(most, max(fewest, PARTIAL_RESPONSES // workload.responses))
-    steps = []
-    for _ in range(2 * counted):
-        if batches_in_flight is not None:
-            steps.append(simulation.collect(workload.groups, "stream", over_sampling=batches_in_flight))
-        elif partial is not None:
-            steps.append(simulation.collect(workload.groups, "pause", partial.max_age, partial.over_sampling_factor))
+    if max_age is not None:
+        return mean_result(simulation.take_steps(workload.groups, max_age, learner_seconds, 2 * counted)[counted:])
+    assert partial is not None
+    factor = partial.over_sampling_factor
+    steps = [simulation.collect(workload.groups, "pause", partial.max_age, factor) for _ in range(2 * counted)]
     return mean_result(steps[counted:])
 
 

@@ -64,6 +64,11 @@ class EnginePool:
         """Engines that get requests."""
         return [engine for engine in self.router.engines if engine.alive]
 
+    @property
+    def places(self) -> int:
+        """Trajectories that they take at a time."""
+        return len(self.serving) * self.router.max_trajectories
+
     async def weight_version(self) -> int:
         """The oldest version that an engine serves."""
         return min(await asyncio.gather(*(engine.client.weight_version() for engine in self.serving)))

@@ -81,6 +81,20 @@ def test_no_token_is_too_old_and_every_group_is_taken_once(tokenizer, prompts_fi
     assert all(step.metrics["async/slots"] <= GROUPS * (max_age + 1) for step in steps)
 
 
+def test_a_group_starts_when_engines_have_a_place_for_it(tokenizer, prompts_file):
+    """Five batches of slots would let many groups wait for a place, and become old meanwhile."""
+
+    async def scenario():
+        async with AbortableEngine(tokenizer) as engine:
+            one_at_a_time = f"rollout.max_concurrent_trajectories={SIZE}"
+            loop = AsyncLoop(tokenizer, engine, prompts_file, "trainer.max_age=4", one_at_a_time)
+            return await loop.collected(5)
+
+    steps = asyncio.run(scenario())
+    assert max(ages(steps)) <= 1
+    assert all(step.metrics["async/slots"] <= GROUPS + 1 for step in steps)
+
+
 def test_groups_without_a_signal_are_stored_with_a_step_and_replaced(tokenizer, prompts_file):
     async def scenario():
         async with AbortableEngine(tokenizer) as engine:

@@ -290,15 +290,17 @@ def test_engines_that_never_stop_need_no_tail() -> None:
     shared = ["cluster.nodes=2", "learner.world_size=16", "rollout.engine.count=4", "rollout.partial.enable=false"]
     divided = ["cluster.nodes=2", "cluster.placement=disaggregated", "learner.world_size=8", "rollout.engine.count=2"]
     architecture, steps = preset("qwen2.5-32b"), []
-    for overrides in (shared, [*divided, "rollout.partial.enable=false", "trainer.mode=async"]):
+    streams = [*divided, "rollout.partial.enable=false", "trainer.mode=async"]
+    for overrides in (shared, streams, [*streams, "trainer.max_age=2"]):
         config = load_config(RECIPE, overrides)
         layout, machines = config.learner.layout(architecture), parse_machines("H100x16")
         steps.append(predict_step(config, architecture, layout, machines, workload_of(config)))
-    waiting, streaming = steps
+    waiting, bounded, streaming = steps
     assert streaming.overlapped and not waiting.overlapped
     assert waiting.total > 1.8 * streaming.total
+    assert streaming.training == bounded.training < bounded.generation.seconds, "groups must end within two steps"
     assert streaming.generation.dropped_tokens == 0
-    assert 0.5 < streaming.stale_share < 0.9
+    assert 0.5 < streaming.stale_share < 0.95
 
 
 def test_partial_rollout_shortens_the_predicted_generation() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.loop.group_buffer import GroupBuffer
+from megatron_retool.algorithms.group_buffer import GroupBuffer
 
 
 class Schedule:
