@@ -126,3 +126,6 @@ def test_a_killed_run_trains_every_group_once_and_can_be_replayed(tmp_path):
     code, output = command_line.run("train", *small, *again, "trainer.experiment_name=again")
     assert code == 0, output
     assert trained(tmp_path / "again") == taken
+    repeated = read_metrics(tmp_path / "again" / "metrics.jsonl")
+    for key in ("actor/grad_norm", "actor/pg_loss", "rollout_corr/log_prob_abs_diff"):
+        assert [row[key] for row in repeated] == pytest.approx([row[key] for row in rows], rel=1e-4, abs=1e-7), key
