@@ -180,7 +180,7 @@ def main() -> None:
     print(f"{responses} responses: {column.rows.nbytes / 1e9:.2f} GB of rows, {arguments.mini_batches} mini-batches")
     with ExitStack() as stack:
         stack.enter_context(scratch_directory())
-        stack.enter_context(ray_runtime(load_config(None, [])))
+        stack.enter_context(ray_runtime(load_config(None, []).cluster))
         ranks = [ray.remote(Reader).remote(rank) for rank in range(RANKS)]
         ray.get([rank.read.remote(with_own_rows(batch.select([0]))) for rank in ranks])  # they have started
         plain, plain_seconds, expected = run_step(batch, arguments.mini_batches, ranks, with_own_rows)

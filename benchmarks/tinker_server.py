@@ -79,7 +79,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, lis
     data = [datum(each) for each in as_sequences(batch)]
     most = int(batch.total_lengths.max())
     model = ServedModel((NAME,), str(directory / "model"), vocabulary, most, most, options.rank)
-    with ray_runtime(config):
+    with ray_runtime(config.cluster):
         updating, serving = (LearnerGroup(config, plan_placement(config)) for _ in range(2))
         try:
             await asyncio.gather(updating.setup(10_000), serving.setup(1))

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
-from megatron_retool.config import Config, ConfigError, LoraConfig, load_config
+from megatron_retool.config import Config, ConfigError, LoraConfig, ModelConfig, load_config
 from megatron_retool.errors import OperationError
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.summary import summarise
@@ -92,7 +92,7 @@ def _finish(config: Config, stages: Stages) -> int:
     checkpoints = complete_checkpoints(run_dir)
     if "export" in wanted and checkpoints:
         export = run_dir / "export"
-        command = [*_mcore_to_hf(config, checkpoints[-1], export), *_predictors(config), "--overwrite"]
+        command = [*_mcore_to_hf(config.model, checkpoints[-1], export), *_predictors(config.model), "--overwrite"]
         stages.run("export", command, done=export, step=checkpoints[-1].step)
         left.append(f"model {export}")
     summary = summarise(run_dir, stages.seconds)
@@ -138,7 +138,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:
         [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft"), *_whole_model()],
         done=sft / COMPLETE_NAME,
     )
-    stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], base.sft_hf), done=base.sft_hf)
+    stages.run("mcore_to_hf", _mcore_to_hf(config.model, complete_checkpoints(sft)[-1], base.sft_hf), done=base.sft_hf)
     stages.run(
         "hf_to_mcore",
         [
@@ -149,7 +149,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:
             "--mcore-dir",
             str(base.sft_mcore),
             "--verify",
-            *_families(config),
+            *_families(config.model),
         ],
         done=base.sft_mcore,
     )
@@ -264,27 +264,27 @@ def _names(config: Config, stage: str) -> list[str]:
     ]
 
 
-def _mcore_to_hf(config: Config, checkpoint: Checkpoint, hf_dir: Path) -> list[str]:
+def _mcore_to_hf(model: ModelConfig, checkpoint: Checkpoint, hf_dir: Path) -> list[str]:
     script = ROOT / "conversion" / "mcore_to_hf.py"
     source = ["--mcore-dir", str(checkpoint.learner), "--hf-dir", str(hf_dir)]
-    return [sys.executable, str(script), *source, *_families(config)]
+    return [sys.executable, str(script), *source, *_families(model)]
 
 
-def _predictors(config: Config) -> list[str]:
+def _predictors(model: ModelConfig) -> list[str]:
     """Layers for multi-token prediction, which the learner's checkpoint lacks, are those that the run began with."""
     from conversion.files.directory import local_directory
     from conversion.files.predictors import of_directory
     from conversion.model.architecture import Architecture
 
-    model = local_directory(config.model.path)
-    if not (model / "config.json").is_file():
+    directory = local_directory(model.path)
+    if not (directory / "config.json").is_file():
         return []
-    architecture = Architecture.from_pretrained(model, config.model.families, dequantized=True)
-    sources = [Path(config.model.mcore_path)] if config.model.mcore_path else []
-    sources += [model] if any(model.glob("*.safetensors")) else []
+    architecture = Architecture.from_pretrained(directory, model.families, dequantized=True)
+    sources = [Path(model.mcore_path)] if model.mcore_path else []
+    sources += [directory] if any(directory.glob("*.safetensors")) else []
     found = next((source for source in sources if of_directory(source, architecture).mappings), None)
     return [] if found is None else ["--predictors-from", str(found)]
 
 
-def _families(config: Config) -> list[str]:
-    return [argument for target in config.model.families for argument in ("--family", target)]
+def _families(model: ModelConfig) -> list[str]:
+    return [argument for target in model.families for argument in ("--family", target)]

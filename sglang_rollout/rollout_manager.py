@@ -112,7 +112,7 @@ class RolloutManager:
         self.config = config
         rollout = config.rollout
         self.agent = make_agent(config, tokenizer, tools)
-        self.task_agents = TaskAgents(config, tokenizer, tools) if is_task_agent(config) else None
+        self.task_agents = TaskAgents(config, tokenizer, tools) if is_task_agent(config.rollout) else None
         self.statistics = RolloutStatistics()
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)
         self.group_factory = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_retool.config import Config, ConfigError, ToolsConfig
+from megatron_retool.config import Config, ConfigError, RolloutConfig, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError
@@ -86,11 +86,11 @@ class ToolRegistry:
         """Names of the tools."""
         return list(self._tools)
 
-    def check_resuming(self, config: Config) -> None:
+    def check_resuming(self, rollout: RolloutConfig) -> None:
         """Raise ConfigError where the run goes on with trajectories that a tool's session could not follow."""
         for setting in ("partial", "branching"):
             for named in self._tools.values():
-                if getattr(config.rollout, setting).enable and not named.tool.resumes:
+                if getattr(rollout, setting).enable and not named.tool.resumes:
                     raise ConfigError(
                         f"{named.label}: the sessions of {named.name} begin and end with a trajectory, and "
                         f"rollout.{setting} goes on in the middle of one: set rollout.{setting}.enable to false, or "
@@ -375,4 +375,4 @@ def check_tools(config: Config) -> None:
     registry = ToolRegistry.from_config(
         config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
     )
-    registry.check_resuming(config)
+    registry.check_resuming(config.rollout)

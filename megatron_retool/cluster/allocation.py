@@ -79,7 +79,7 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
         needed, placement = _sft_gpus(config), None
     else:
         placement = plan_placement(config) if gpus_per_node == 0 else _gpu_placement(config)
-        check_weight_sync(config, placement)
+        check_weight_sync(config.weight_sync, config.rollout, placement)
         needed = len({gpu for slot in placement.slots for gpu in slot.gpus})
     return Allocation(config, needed, tuple(_warnings(config, needed, sft)), placement)
 
@@ -92,7 +92,7 @@ def _on(config: Config, nodes: int, gpus_per_node: int) -> Config:
 def _gpu_placement(config: Config) -> Placement:
     """The placement, or an error that knows how many nodes would do."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
-    ranks = config.learner.world_size * (2 if needs_critic(config) else 1)
+    ranks = config.learner.world_size * (2 if needs_critic(config.algorithm) else 1)
     engines = config.rollout.engine.count * config.rollout.engine.tensor_parallel_size
     ample = _on(config, -(-(ranks + engines) // per_node), per_node)
     slots = plan_placement(ample).slots
@@ -131,7 +131,7 @@ def _demand(config: Config, sft: bool) -> str:
     text = f"learner {learner.world_size} = TP {tp} x PP {pp} x CP {cp} x DP {learner.world_size // (tp * pp * cp)}"
     if sft:
         return text
-    if needs_critic(config):
+    if needs_critic(config.algorithm):
         text += f", critic {learner.world_size}"
     link = "sharing them with" if config.cluster.placement == "colocated" and config.cluster.gpus_per_node else "plus"
     return f"{text}, {link} {engine.count} engines x TP {engine.tensor_parallel_size}"

@@ -96,7 +96,7 @@ class Deployment:
         self._stack.callback(stopped.cancel)
         placement = plan_placement(config)
         if self.with_learner:
-            check_weight_sync(config, placement)
+            check_weight_sync(config.weight_sync, config.rollout, placement)
         tokenizer = load_tokenizer(config.model)
         self._tokenizer = tokenizer
         client = await self._sandbox_client(placement)
@@ -136,8 +136,8 @@ class Deployment:
         if placement.gpus_per_node or config.cluster.nodes > 1:
             self.console.print(placement.table())
         with self.activities.part("starting Ray" if config.cluster.ray_address == "local" else "joining Ray"):
-            self._stack.enter_context(ray_runtime(config))
-        self._placement = placement.on_nodes(node_ids(config))
+            self._stack.enter_context(ray_runtime(config.cluster))
+        self._placement = placement.on_nodes(node_ids(config.cluster))
         self.engines = EngineGroup(
             config,
             self._placement,
@@ -199,7 +199,7 @@ class Deployment:
 
     async def _start_learner(self) -> None:
         ranks = self.config.learner.world_size
-        learner = "the learner" + (" and the critic" if needs_critic(self.config) else "")
+        learner = "the learner" + (" and the critic" if needs_critic(self.config.algorithm) else "")
         with (
             self._starting.phase(Phase.START_LEARNER),
             self.activities.part(f"building {learner} ({'1 rank' if ranks == 1 else f'{ranks} ranks'})"),
@@ -211,7 +211,7 @@ class Deployment:
         responses = config.data.train_batch_size * config.rollout.train.n
         steps = self.total_steps * responses // config.learner.mini_batch_size
         learner = LearnerGroup(config, self._placement)
-        critic = LearnerGroup(config, self._placement, role="critic") if needs_critic(config) else None
+        critic = LearnerGroup(config, self._placement, role="critic") if needs_critic(config.algorithm) else None
         try:
             await gather_or_cancel([group.setup(steps) for group in (learner, critic) if group is not None])
         except BaseException:

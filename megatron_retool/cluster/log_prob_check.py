@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.config import Config
+from megatron_retool.config import Config, ModelConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineClient, EngineClientError
@@ -192,7 +192,11 @@ class LogProbCheck:
             config.data.max_prompt_length + config.data.max_response_length,
             config.learner.max_tokens_per_micro_batch,
             *(limit // 2 for limit in [engine.max_total_tokens] if limit is not None),
-            *(limit - 1 for limit in [engine.context_length, _of_model(config, "max_position_embeddings")] if limit),
+            *(
+                limit - 1
+                for limit in [engine.context_length, _of_model(config.model, "max_position_embeddings")]
+                if limit
+            ),
         ]
         return max(2, min(limits))
 
@@ -206,7 +210,7 @@ def default_bound(config: Config) -> float:
         return 0.4
     dtype = engine.dtype
     if dtype == "auto":
-        dtype = _of_model(config, "dtype") or _of_model(config, "torch_dtype") or "bfloat16"
+        dtype = _of_model(config.model, "dtype") or _of_model(config.model, "torch_dtype") or "bfloat16"
     if dtype == learner.dtype == "float32" and rounded is None:
         return 0.005
     return 0.15
@@ -228,7 +232,7 @@ def fixed_text(tokenizer: Any, vocabulary: int, length: int) -> list[int]:
 
 def vocabulary_size(config: Config, tokenizer: Any) -> int:
     """Rows of the model's embedding, where its config.json is here; else as many as the tokenizer has ids."""
-    return int(_of_model(config, "vocab_size") or len(tokenizer))
+    return int(_of_model(config.model, "vocab_size") or len(tokenizer))
 
 
 def as_batch(ids: Sequence[int]) -> TrajectoryBatch:
@@ -249,7 +253,7 @@ def as_batch(ids: Sequence[int]) -> TrajectoryBatch:
     return TrajectoryBatch.from_trajectories([text])
 
 
-def _of_model(config: Config, key: str) -> Any:
+def _of_model(model: ModelConfig, key: str) -> Any:
     """A key of the model's config.json; None where it is not here."""
-    file = Path(config.model.path) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")).get(key) if config.model.path and file.is_file() else None
+    file = Path(model.path) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")).get(key) if model.path and file.is_file() else None

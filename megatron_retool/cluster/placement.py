@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import AlgorithmConfig, Config, ConfigError, RolloutConfig, WeightSyncConfig
 from megatron_retool.registry import Need
 
 BROADCASTS = ("distributed", "sharded")
@@ -200,7 +200,7 @@ def plan_placement(config: Config) -> Placement:
         config.rollout.engine.count,
         config.rollout.engine.tensor_parallel_size,
     )
-    critics = ranks if needs_critic(config) else 0
+    critics = ranks if needs_critic(config.algorithm) else 0
     own_sandboxes = config.rollout.multi_turn.uses_code_interpreter and not config.tools.code_interpreter.urls
     sandboxes = tuple(Slot("sandbox", node, node, ()) for node in range(config.cluster.nodes if own_sandboxes else 0))
     if per_node == 0:
@@ -247,14 +247,14 @@ def plan_placement(config: Config) -> Placement:
     return Placement(tuple(slots), per_node, colocated, sandboxes)
 
 
-def check_weight_sync(config: Config, placement: Placement) -> None:
+def check_weight_sync(weight_sync: WeightSyncConfig, rollout: RolloutConfig, placement: Placement) -> None:
     """Refuse what would fail only at the first weight sync, after everything has started.
 
     Raises:
         ConfigError: weight_sync.method cannot reach an engine where the plan puts it.
     """
-    method = config.weight_sync.method
-    for index in range(config.rollout.engine.count):
+    method = weight_sync.method
+    for index in range(rollout.engine.count):
         placement.sender(index, method)
     if method in BROADCASTS and placement.colocated:
         raise ConfigError(
@@ -263,6 +263,6 @@ def check_weight_sync(config: Config, placement: Placement) -> None:
         )
 
 
-def needs_critic(config: Config) -> bool:
+def needs_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the run trains a value model beside the policy (PPO)."""
-    return Need.CRITIC in config.algorithm.needs
+    return Need.CRITIC in algorithm.needs

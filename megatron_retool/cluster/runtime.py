@@ -25,7 +25,7 @@ import ray
 from ray._private import services
 
 from megatron_retool.cluster.ray_start import private_token, start_local_ray
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import ClusterConfig, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
 from megatron_retool.runs.leave import REQUEUE
 from megatron_retool.scratch import RAY_DIRECTORY, current_scratch, remove_own_scratch
@@ -39,7 +39,7 @@ AGENT_LOOK_SECONDS = 10
 
 
 @contextmanager
-def ray_runtime(config: Config) -> Iterator[None]:
+def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
     """A running Ray for the length of the block; a private one is shut down at its end."""
     # The console belongs to the run: Ray's notices and its actors' output stay in files, and its errors are raised.
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
@@ -47,7 +47,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     own: list[psutil.Process] = []
-    is_own = config.cluster.ray_address == "local"
+    is_own = cluster.ray_address == "local"
     with private_token() if is_own else nullcontext():
         try:
             with _signals_left_to_this_process():
@@ -62,7 +62,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
                     )
                     own = _ray_servers()
                 else:
-                    ray.init(address=config.cluster.ray_address, **options)
+                    ray.init(address=cluster.ray_address, **options)
             with ended_with(own):
                 yield
         finally:
@@ -151,20 +151,20 @@ def all_node_ids() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
 
 
-def node_ids(config: Config) -> tuple[str, ...]:
+def node_ids(cluster: ClusterConfig) -> tuple[str, ...]:
     """Ray's ids of this run's nodes, the driver's first; none on a single node, where there is nothing to choose.
 
     Raises:
         ConfigError: the Ray that was joined has another number of nodes than ``cluster.nodes``.
     """
-    if config.cluster.nodes == 1:
+    if cluster.nodes == 1:
         return ()
     own = driver_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    if len(alive) != config.cluster.nodes:
+    if len(alive) != cluster.nodes:
         names = ", ".join(sorted(node["NodeName"] for node in alive))
         raise ConfigError(
-            f"cluster.nodes={config.cluster.nodes}, but Ray (cluster.ray_address={config.cluster.ray_address}) has "
+            f"cluster.nodes={cluster.nodes}, but Ray (cluster.ray_address={cluster.ray_address}) has "
             f"{len(alive)} ({names}): start the run with scripts/slurm/submit.sh, or start Ray on every node and set "
             "cluster.ray_address=auto"
         )

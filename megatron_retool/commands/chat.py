@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     with served_config(options, say) as (_, config, logs):
         tools = not options.no_tools and bool(config.rollout.multi_turn.tools)
-        system = system_message(options, config, say)
+        system = system_message(options, config.data, say)
 
         async def work() -> bool:
             async with (

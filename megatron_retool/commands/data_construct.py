@@ -28,7 +28,7 @@ from megatron_retool.errors import InputError
 from megatron_retool.installation import shipped
 
 if TYPE_CHECKING:
-    from megatron_retool.config import Config
+    from megatron_retool.config import DataConfig, ToolsConfig
     from megatron_retool.data.construct.run import PromptTemplate
 
 SETTINGS = ("tools.code_interpreter",)
@@ -78,13 +78,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
     key = endpoint_key(options.url, options.key_variable)
     if options.timeout <= 0 or options.temperature < 0:
         raise InputError("--timeout must be positive, and --temperature not negative")
-    counts = run_async(_construct(options, config, template, key, console))
+    counts = run_async(_construct(options, config.tools, config.data, template, key, console))
     show(counts, options.output, console)
     return 1 if counts["unanswered"] else 0
 
 
 async def _construct(
-    options: argparse.Namespace, config: Config, template: PromptTemplate, key: str | None, console: Console
+    options: argparse.Namespace,
+    tools: ToolsConfig,
+    data: DataConfig,
+    template: PromptTemplate,
+    key: str | None,
+    console: Console,
 ) -> Counter[str]:
     from contextlib import AsyncExitStack
 
@@ -97,8 +102,8 @@ async def _construct(
     traces = (options.input, Columns(options.question, options.reasoning, options.answer), options.limit)
     for _ in read_traces(*traces):  # a fault in any row is found before anything is started
         pass
-    interpreter = config.tools.code_interpreter
-    instruction = config.data.question_instruction if options.instruction is None else options.instruction
+    interpreter = tools.code_interpreter
+    instruction = data.question_instruction if options.instruction is None else options.instruction
     sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     async with AsyncExitStack() as stack:
         urls = interpreter.urls

@@ -47,8 +47,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run
 
     check_run(config)
-    check_evaluation(config)
-    if not is_checkpoint(Path(config.model.path)) and not is_made_by_the_demo(config, config.model.path):
+    check_evaluation(config.run_dir)
+    if not is_checkpoint(Path(config.model.path)) and not is_made_by_the_demo(config.demo, config.model.path):
         check_model(config, learns=False)
     check_extensions(config)
     config = on_base(config, options)

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(text, markup=False, highlight=False)
 
     with served_config(options, say) as (source, config, logs):
-        system = system_message(options, config, say)
+        system = system_message(options, config.data, say)
 
         def started(url: str) -> None:
             console.print(f"[bold]{escape(source.name)}[/] is served; Ctrl-C ends it", highlight=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_retool.commands.running import with_exported_model
 from megatron_retool.commands.settings import at_least
-from megatron_retool.config import Config
+from megatron_retool.config import Config, DataConfig
 
 if TYPE_CHECKING:
     from megatron_retool.serving.source import ServedSource
@@ -36,11 +36,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
 
 
-def system_message(options: argparse.Namespace, config: Config, say: Callable[[str], None]) -> str | None:
+def system_message(options: argparse.Namespace, data: DataConfig, say: Callable[[str], None]) -> str | None:
     """The system message of conversations, which is said; None: they have none."""
     from megatron_retool.serving.system_prompt import choose
 
-    message, said = choose(config.data, options.system, options.no_system)
+    message, said = choose(data, options.system, options.no_system)
     say(said)
     return message
 

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config)
-    if not is_made_by_the_demo(config, config.model.path):
+    if not is_made_by_the_demo(config.demo, config.model.path):
         check_model(config, learns=True)
     check_extensions(config)
     check_named_metrics(config)

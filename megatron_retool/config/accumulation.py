@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config.base import ConfigError
-from megatron_retool.config.tree import Config
+from megatron_retool.config.learner import LearnerConfig
 
 
-def check_accumulation(config: Config, architecture: Architecture, role: str = "actor") -> None:
+def check_accumulation(learner: LearnerConfig, architecture: Architecture, role: str = "actor") -> None:
     """Raise ConfigError where a setting does not go with ``Learner.accumulate`` and ``Learner.apply``."""
-    learner = config.learner
     reasons = {
         "role=critic": (role != "actor", "a critic has values and no targets"),
         "learner.share_prefixes=true": (learner.share_prefixes, "set it to false"),
@@ -32,10 +31,9 @@ def check_accumulation(config: Config, architecture: Architecture, role: str = "
             raise ConfigError(f"{setting} does not go with gradients that a caller accumulates: {why}")
 
 
-def check_runs(config: Config, architecture: Architecture, role: str = "actor") -> None:
+def check_runs(learner: LearnerConfig, architecture: Architecture, role: str = "actor") -> None:
     """Raise ConfigError where a setting does not go with several runs on one base model."""
-    check_accumulation(config, architecture, role)
-    learner = config.learner
+    check_accumulation(learner, architecture, role)
     if not learner.lora.rank:
         raise ConfigError("learner.lora.rank=0: runs on one base model train adapters: set it to the largest rank")
     if learner.dtype == "float16":

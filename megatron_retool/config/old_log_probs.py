@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_retool.algorithms.settings import BUILT_IN
+from megatron_retool.config.learner import LearnerConfig
 from megatron_retool.config.tree import Config
 from megatron_retool.registry import Need
 
@@ -49,12 +50,12 @@ class OldLogProbsSource:
 
 def expected_updates(config: Config) -> int:
     """Mini-batches of a step that has all its responses."""
-    return number_of_updates(config, config.data.train_batch_size * config.rollout.train.n)
+    return number_of_updates(config.learner, config.data.train_batch_size * config.rollout.train.n)
 
 
-def number_of_updates(config: Config, rollouts: int) -> int:
+def number_of_updates(learner: LearnerConfig, rollouts: int) -> int:
     """Mini-batches that a step's rollouts are cut into."""
-    return max(1, round(rollouts / config.learner.mini_batch_size))
+    return max(1, round(rollouts / learner.mini_batch_size))
 
 
 def old_log_probs_source(config: Config, updates: int, cut_rollouts: int = 0) -> OldLogProbsSource:

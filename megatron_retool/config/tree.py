@@ -213,7 +213,7 @@ def _check_engines(config: Config) -> None:
     engine, sync = config.rollout.engine, config.weight_sync
     speculative = engine.speculative
     if config.learner.lora.sends_adapter:
-        _check_adapter_sync(config)
+        _check_adapter_sync(config.rollout, config.weight_sync)
     if sync.verify and (engine.expert_parallel_size or 1) * engine.attention_data_parallel_size > 1:
         raise ConfigError(
             "weight_sync.verify=true knows how engines split matrices over all their GPUs, and not how they lay them "
@@ -236,9 +236,9 @@ def _check_engines(config: Config) -> None:
         raise ConfigError(f"{said} with a draft model needs weight_sync.verify=false: its weights are hashed too")
 
 
-def _check_adapter_sync(config: Config) -> None:
+def _check_adapter_sync(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raise ConfigError where engines cannot compute adapters beside their model."""
-    engine, sync = config.rollout.engine, config.weight_sync
+    engine, sync = rollout.engine, weight_sync
     for key, value, plain, why in (
         ("rollout.engine.backend", engine.backend, "sglang", "only SGLang's servers load adapters"),
         ("rollout.engine.quantization", engine.quantization, None, "syncs bring the weights that are quantised"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from conversion.files.safetensors_headers import HFCheckpointError, check_tensors, check_weight_files
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import MalformedConfig, UnsupportedArchitecture
-from megatron_retool.config import Config, ConfigError, ModelConfig
+from megatron_retool.config import Config, ConfigError, DemoConfig, ModelConfig
 from megatron_retool.config.model import check_model_path
 from megatron_retool.data.folders import REASONING_GYM, DataError, data_files
 from megatron_retool.data.tokenizer import check_tokenizer_files, check_vocabulary
@@ -39,7 +39,7 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
         _check_files(config, f"data.{name}", getattr(config.data, name), _read_prompts)
     if stages:
         check_stage_files(config)
-    if not is_made_by_the_demo(config, config.model.path):
+    if not is_made_by_the_demo(config.demo, config.model.path):
         check_model_files(config.model)
 
 
@@ -119,7 +119,7 @@ def _check_files(
     config: Config, key: str, sources: Iterable[str], read: Callable[[Config, Sequence[str]], object]
 ) -> None:
     for source in sources:
-        if source.startswith(REASONING_GYM) or is_made_by_the_demo(config, source):
+        if source.startswith(REASONING_GYM) or is_made_by_the_demo(config.demo, source):
             continue
         try:
             read(config, [file for file in data_files(source) if os.path.getsize(file) <= _READ_AT_ONCE_BYTES])
@@ -155,6 +155,6 @@ def _read_scored(config: Config, files: Sequence[str]) -> object:
     return [read_scored(file, size) for file in files]
 
 
-def is_made_by_the_demo(config: Config, path: str) -> bool:
+def is_made_by_the_demo(demo: DemoConfig, path: str) -> bool:
     """Whether make-demo writes ``path``, which may still be that of other settings."""
-    return config.demo.enable and Path(config.demo.directory) in Path(path).parents
+    return demo.enable and Path(demo.directory) in Path(path).parents

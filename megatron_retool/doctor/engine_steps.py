@@ -20,7 +20,7 @@ from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixed_text
-from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.config import Config, ModelConfig, RolloutConfig, SamplingConfig
 from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import learner_config, make_learner
 from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
@@ -141,7 +141,13 @@ def engine_config(session: DoctorSession, kind: str, *overrides: str) -> Config:
 
 
 def start_server(
-    session: DoctorSession, config: Config, name: str, *, routed_experts: bool = False, weights_from_sync: bool = False
+    session: DoctorSession,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    name: str,
+    *,
+    routed_experts: bool = False,
+    weights_from_sync: bool = False,
 ) -> SGLangServer:
     """A server for ``config.model.path`` on the last GPU: where there are two, weights have to cross.
 
@@ -151,8 +157,8 @@ def start_server(
     places = [session.gpus - 1, *range(session.gpus - 1)]
     gpus = visible_devices(places, os.environ.get("CUDA_VISIBLE_DEVICES")) if session.gpus else None
     server = SGLangServer(
-        config.rollout.engine,
-        model_path=config.model.path,
+        rollout.engine,
+        model_path=model.path,
         log_file=session.directory / f"{name}_server.log",
         colocated=bool(session.gpus),
         gpu_ids=gpus,
@@ -170,7 +176,7 @@ def engine(session: DoctorSession) -> tuple[list[StepFigure], SGLangServer]:
     """Start the engine that other steps use; the caller stops it."""
     config = engine_config(session, model.EXPERTS)
     began = time.monotonic()
-    server = start_server(session, config, "engine", routed_experts=True)
+    server = start_server(session, config.rollout, config.model, "engine", routed_experts=True)
     started = time.monotonic() - began
     ids = fixed_text(ByteTokenizer(), model.VOCABULARY, 32)
     request = GenerateRequest(ids, 16, SamplingConfig(n=1, temperature=0.0))
@@ -269,7 +275,7 @@ def dense(session: DoctorSession) -> list[StepFigure]:
     """An engine of its own, for what a mixture of experts has not: a dense MLP."""
     session.need_gpus(1, "a second engine")
     config = engine_config(session, model.DENSE)
-    server = start_server(session, config, "engine_dense")
+    server = start_server(session, config.rollout, config.model, "engine_dense")
     try:
         return score_figures(config, make_learner(config), server.base_url)
     finally:
@@ -290,7 +296,7 @@ def fp8(session: DoctorSession) -> list[StepFigure]:
         # An engine may turn scales into its kernels' own layout.
         "weight_sync.verify=false",
     )
-    server = start_server(session, config, "engine_fp8", weights_from_sync=True)
+    server = start_server(session, config.rollout, config.model, "engine_fp8", weights_from_sync=True)
     try:
         learner = make_learner(config)
         sync = make_engine(config).weight_sync([server.base_url])

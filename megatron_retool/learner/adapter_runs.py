@@ -23,7 +23,7 @@ class AdapterRuns(AdapterSlot):
     """
 
     def __init__(self, learner: Learner) -> None:
-        check_runs(learner.config, learner.architecture, learner.role)
+        check_runs(learner.config.learner, learner.architecture, learner.role)
         super().__init__(learner)
 
     def accumulate(

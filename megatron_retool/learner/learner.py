@@ -521,7 +521,7 @@ class Learner:
             RequestRefused: the loss or a sequence does not fit; nothing has changed.
             ConfigError: a setting does not go with accumulating.
         """
-        check_accumulation(self.config, self.architecture, self.role)
+        check_accumulation(self.config.learner, self.architecture, self.role)
         targets = TargetBatch.of(sequences, self.architecture)
         target_loss = TargetLoss(targets, bind_token_loss(loss, targets.columns), self.device)
         try:
@@ -553,7 +553,7 @@ class Learner:
             RequestRefused: nothing was accumulated.
             ConfigError: the optimizer is not AdamW.
         """
-        check_accumulation(self.config, self.architecture, self.role)
+        check_accumulation(self.config.learner, self.architecture, self.role)
         if not self.has_gradients:
             raise RequestRefused("nothing was accumulated since the last step: call accumulate before apply")
         self.has_gradients = False

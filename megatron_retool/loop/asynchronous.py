@@ -170,7 +170,7 @@ class AsyncExperience:
             async for group in stream:
                 with self._timer.phase(Phase.REWARD):
                     await asyncio.to_thread(run.rewards.score, group)
-                group_id, has_signal = group[0].group_id, informative(group, run.config)
+                group_id, has_signal = group[0].group_id, informative(group, run.config.algorithm)
                 self._buffer.finish(group_id, has_signal=has_signal)
                 if has_signal:
                     self._complete[group_id] = group

@@ -12,7 +12,7 @@ from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, LearnerConfig, RolloutConfig
 from megatron_retool.exact.coverage import check_operators
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
@@ -58,11 +58,11 @@ def check_profiler(config: Config) -> None:
         )
 
 
-def check_evaluation(config: Config) -> None:
+def check_evaluation(run_dir: Path) -> None:
     """Raise ConfigError where a validation's directory is that of a training run, whose metrics it would replace."""
-    if any(row["step"] > 0 for row in read_metrics(config.run_dir / "metrics.jsonl")):
+    if any(row["step"] > 0 for row in read_metrics(run_dir / "metrics.jsonl")):
         raise ConfigError(
-            f"{config.run_dir} is a training run, whose metrics this validation would replace: choose another "
+            f"{run_dir} is a training run, whose metrics this validation would replace: choose another "
             "trainer.experiment_name"
         )
 
@@ -134,7 +134,7 @@ def check_model(config: Config, *, learns: bool) -> None:
         )
 
 
-def check_stored_rollouts(config: Config, first_step: int) -> None:
+def check_stored_rollouts(rollout: RolloutConfig, learner: LearnerConfig, first_step: int) -> None:
     """Check that ``rollout.replay_dir`` has what the run's first step takes from it.
 
     Raises:
@@ -143,13 +143,13 @@ def check_stored_rollouts(config: Config, first_step: int) -> None:
     """
     import pyarrow.parquet as pq
 
-    if config.rollout.replay_dir is None:
+    if rollout.replay_dir is None:
         return
-    key = f"rollout.replay_dir={config.rollout.replay_dir}"
-    file = step_path(Path(config.rollout.replay_dir), first_step)
+    key = f"rollout.replay_dir={rollout.replay_dir}"
+    file = step_path(Path(rollout.replay_dir), first_step)
     if not file.is_file():
         raise ConfigError(f"{key}: the run begins with step {first_step}, whose {file.name} is not there")
-    if config.learner.routing_replay != "rollout":
+    if learner.routing_replay != "rollout":
         return
     with damage_named(file), pq.ParquetFile(file) as stored:
         name = "routed_experts"
@@ -187,7 +187,7 @@ def check_extensions(config: Config) -> None:
     added_to_reward(config.reward, config.data.max_response_length)
     check_own_metrics(config.trainer)
     check_tools(_with_tools_that_are_made(config))
-    check_format(config)
+    check_format(config.rollout)
     if config.rollout.agent != BUILT_IN:
         from sglang_rollout.gateway import shortcut
 

@@ -19,7 +19,7 @@ from megatron_retool.algorithms.kl import kl_reward
 from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.algorithms.rollout_correction import rollout_correction
-from megatron_retool.config import Config
+from megatron_retool.config import AlgorithmConfig, Config, DataConfig, LearnerConfig, TrainerConfig
 from megatron_retool.config.old_log_probs import number_of_updates
 from megatron_retool.errors import OperationError
 from megatron_retool.loop.state import TrainerState
@@ -100,7 +100,11 @@ async def add_ref_log_probs(
 
 
 def correct_rollout(
-    config: Config, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], current_version: int
+    learner: LearnerConfig,
+    algorithm: AlgorithmConfig,
+    batch: TrajectoryBatch,
+    trajectories: Sequence[Trajectory],
+    current_version: int,
 ) -> tuple[TrajectoryBatch, dict[str, float], bool]:
     """Weights and masks against the mismatch of learner and engine: columns importance_weights, keep, rejected_by.
 
@@ -115,9 +119,9 @@ def correct_rollout(
         OperationError: with learner.match_engine=exact, learner and engine differ.
     """
     filtered = _overlong_rows(trajectories)
-    if config.learner.match_engine == "exact" and not config.algorithm.rollout_correction.bypass_old_log_probs:
+    if learner.match_engine == "exact" and not algorithm.rollout_correction.bypass_old_log_probs:
         check_exact(batch, current_version)
-    correction = config.algorithm.rollout_correction
+    correction = algorithm.rollout_correction
     result = rollout_correction(
         torch.from_numpy(batch.columns["old_log_probs"]),
         torch.from_numpy(batch.rollout_log_probs),
@@ -224,23 +228,27 @@ def add_advantages(
     return batch.with_columns(advantages=advantages.numpy(), returns=result.returns.numpy()), metrics
 
 
-def mini_batch_rows(config: Config, batch: TrajectoryBatch, step: int) -> list[npt.NDArray[np.int64]]:
+def mini_batch_rows(
+    trainer: TrainerConfig, learner: LearnerConfig, batch: TrajectoryBatch, step: int
+) -> list[npt.NDArray[np.int64]]:
     """Shuffle the responses (seeded by run and step) and cut them into mini-batches; the rows of each, ascending.
 
     learner.mini_batch_size counts rollouts; all rows of one are in the same mini-batch.
     """
-    order = np.random.default_rng((config.trainer.seed, step)).permutation(batch.num_rollouts)
-    count = number_of_updates(config, batch.num_rollouts)
+    order = np.random.default_rng((trainer.seed, step)).permutation(batch.num_rollouts)
+    count = number_of_updates(learner, batch.num_rollouts)
     return [np.flatnonzero(np.isin(batch.rollout_ids, rollouts)) for rollouts in np.array_split(order, count)]
 
 
 def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:
     """The step's mini-batches (``mini_batch_rows``), each with its loss_weights."""
-    for rows in mini_batch_rows(config, batch, step):
-        yield mini_batch_of(config, batch, rows)
+    for rows in mini_batch_rows(config.trainer, config.learner, batch, step):
+        yield mini_batch_of(config.algorithm, config.data, batch, rows)
 
 
-def mini_batch_of(config: Config, batch: TrajectoryBatch, rows: npt.NDArray[np.int64]) -> TrajectoryBatch:
+def mini_batch_of(
+    algorithm: AlgorithmConfig, data: DataConfig, batch: TrajectoryBatch, rows: npt.NDArray[np.int64]
+) -> TrajectoryBatch:
     """``rows`` of the batch as a mini-batch, with its loss_weights.
 
     Every loss aggregation is a weight per token over the mini-batch as a whole, so the loss does not depend on how the
@@ -248,13 +256,13 @@ def mini_batch_of(config: Config, batch: TrajectoryBatch, rows: npt.NDArray[np.i
     """
     mini_batch = batch.select(rows)
     weights = token_weights(
-        config.algorithm.aggregation,
+        algorithm.aggregation,
         torch.from_numpy(mini_batch.loss_mask),
         torch.from_numpy(mini_batch.token_rollout_ids),
         mini_batch.num_rollouts,
         keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
-        denominator=config.algorithm.rollout_correction.denominator,
-        max_response_length=config.data.max_response_length,
+        denominator=algorithm.rollout_correction.denominator,
+        max_response_length=data.max_response_length,
     )
     return mini_batch.with_columns(loss_weights=weights.numpy())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.dynamic_sampling import GroupFilter, filter_groups
 from megatron_retool.algorithms.refill import KeepRate, Refill
-from megatron_retool.config import Config
+from megatron_retool.config import AlgorithmConfig
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import step_path
@@ -152,7 +152,7 @@ async def collect_groups(
         complete = replay_groups(run, step)
         refill.start(complete)
         for group_id, group in complete.items():
-            refill.decide(group_id, informative(group, config))
+            refill.decide(group_id, informative(group, config.algorithm))
     groups = [complete[group_id] for group_id in refill.examined]
     chosen = set(refill.batch)
     for group in groups:
@@ -243,7 +243,7 @@ async def generate_groups(
     refill.start(sorted([*run.rollout.paused_group_ids, *leftover.groups, *(prompt.group_id for prompt in first)]))
     complete = dict(leftover.groups)
     for group_id, group in complete.items():
-        refill.decide(group_id, informative(group, config))
+        refill.decide(group_id, informative(group, config.algorithm))
     with progress_line(run.console, f"step {step} rollout", 0) as progress:
 
         def changes(prompts: list[PromptRow]) -> Changes:
@@ -266,7 +266,7 @@ async def generate_groups(
                     await asyncio.to_thread(run.rewards.score, group)
                 group_id = group[0].group_id
                 complete[group_id] = group
-                refill.decide(group_id, informative(group, config))
+                refill.decide(group_id, informative(group, config.algorithm))
                 further = changes([])
                 progress.advance(len(rollouts_of(group)))
                 run.watchdog.progress(Phase.GENERATION)
@@ -313,9 +313,9 @@ def check_stored_prompt(file: Path, prompt: PromptRow, group: list[Trajectory], 
         )
 
 
-def informative(group: list[Trajectory], config: Config) -> bool:
+def informative(group: list[Trajectory], algorithm: AlgorithmConfig) -> bool:
     """Whether the group may be trained on: it has a signal, or dynamic sampling is off."""
-    dynamic = config.algorithm.dynamic_sampling
+    dynamic = algorithm.dynamic_sampling
     return not dynamic.enable or bool(filter_step([group], dynamic.metric).kept_groups)
 
 

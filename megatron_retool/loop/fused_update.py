@@ -51,7 +51,7 @@ def source_of(config: Config, batch: TrajectoryBatch) -> OldLogProbsSource:
     """What learner.fuse_old_log_probs comes to for this batch."""
     lengths = config.learner.layout().padded(batch.total_lengths.astype(np.int64))
     cut = cut_rollouts(batch.rollout_ids, lengths, config.learner.max_tokens_per_micro_batch)
-    return old_log_probs_source(config, number_of_updates(config, batch.num_rollouts), int(cut.sum()))
+    return old_log_probs_source(config, number_of_updates(config.learner, batch.num_rollouts), int(cut.sum()))
 
 
 async def learn_fused(
@@ -65,7 +65,7 @@ async def learn_fused(
         kept: the batch's rows.
     """
     config, step = run.config, state.step
-    first, *others = mini_batch_rows(config, batch, step)
+    first, *others = mini_batch_rows(config.trainer, config.learner, batch, step)
     rest = np.sort(np.concatenate(others)) if others else np.zeros(0, np.int64)
     batch = await add_ref_log_probs(run, batch, kept, timer)
     found: dict[str, npt.NDArray[np.float32]] = {}
@@ -77,13 +77,15 @@ async def learn_fused(
         part, _ = await add_old_log_probs(run, batch.select(rest), timer)
         _put(found, batch, rest, {name: new for name, new in part.columns.items() if name not in batch.columns})
         with timer.phase(Phase.ADVANTAGE):
-            corrected, _, _ = correct_rollout(config, part, [kept[row] for row in rest], step - 1)
+            corrected, _, _ = correct_rollout(
+                config.learner, config.algorithm, part, [kept[row] for row in rest], step - 1
+            )
             rest_has_loss = has_loss(corrected)
     with timer.phase(Phase.ADVANTAGE):
         batch, metrics = add_advantages(keep_before_correction(batch, kept), kept, state)
     with timer.phase(Phase.UPDATE_ACTOR):
-        kl_in_loss = kl_coefficient_of(config, step)
-        mini_batch = mini_batch_of(config, batch, first)
+        kl_in_loss = kl_coefficient_of(config.algorithm, step)
+        mini_batch = mini_batch_of(config.algorithm, config.data, batch, first)
         update = await run.learner.update_fused(
             mini_batch, sampling=config.rollout.train, kl_in_loss=kl_in_loss, step_without_loss=rest_has_loss
         )
@@ -92,14 +94,18 @@ async def learn_fused(
         columns["routing_flips"] = update["routing_flips"]
     _put(found, batch, first, columns)
     with timer.phase(Phase.ADVANTAGE):
-        batch, correction_metrics, _ = correct_rollout(config, batch.with_columns(**found), kept, step - 1)
+        batch, correction_metrics, _ = correct_rollout(
+            config.learner, config.algorithm, batch.with_columns(**found), kept, step - 1
+        )
     fused_tokens = int(mini_batch.loss_mask.sum()) / max(int(batch.loss_mask.sum()), 1)
     metrics |= correction_metrics | {"actor/fused_old_log_probs": fused_tokens}
     if not has_loss(batch):
         return FusedStep(batch, metrics | update["metrics"], [])
     updates = [measured(update["metrics"], config, batch.select(first), kl_in_loss)]
     if others:
-        updates += await update_actor(run, [mini_batch_of(config, batch, rows) for rows in others], step, timer)
+        updates += await update_actor(
+            run, [mini_batch_of(config.algorithm, config.data, batch, rows) for rows in others], step, timer
+        )
     return FusedStep(batch, metrics, updates)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron_retool.config import Config
+from megatron_retool.config import Config, DataConfig, RolloutConfig, TrainerConfig
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.config.old_log_probs import expected_updates
 from megatron_retool.errors import InputError
@@ -45,7 +45,7 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
     """
     found = changed_settings(resume.path.parents[1] / "config.yaml", config)
     changed = {key: values for key, values in found.items() if not key.startswith(_NOT_HOW_IT_TRAINS)}
-    length = _run_length(config, resume, changed)
+    length = _run_length(config.trainer, resume, changed)
     finished = length is not None and resume.step >= length
 
     def say(text: str) -> None:
@@ -91,10 +91,10 @@ def announce_start(config: Config, console: Console) -> None:
             "to resume from, set trainer.save_freq")  # fmt: skip
 
 
-def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any, Any]]) -> int | None:
+def _run_length(trainer: TrainerConfig, resume: Checkpoint, changed: Mapping[str, tuple[Any, Any]]) -> int | None:
     """Steps of the run; None where only the prompts, which are not read yet, tell."""
-    if config.trainer.total_steps is not None:
-        return config.trainer.total_steps
+    if trainer.total_steps is not None:
+        return trainer.total_steps
     if any(key.startswith(("trainer.total", "data.")) for key in changed):
         return None
     return int(resume.read("trainer_state.json").get("total_steps", 0)) or None
@@ -111,10 +111,11 @@ def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any
     then = max(1, round(_before(config, changed, "data.train_batch_size") * _before(config, changed, "rollout.train.n")
                         / _before(config, changed, "learner.mini_batch_size")))  # fmt: skip
     if schedule != "constant" and then != now:
+        size = _mini_batch_size(config.data, config.rollout, then)
         yield (
             f"learner.optimizer.schedule={schedule} counts updates: a step has {now}, and had {then}. The learning "
             f"rate is now that after step {resume.step * then / now:.4g} of a run with {now} updates a step, and not "
-            f"after step {resume.step}; learner.mini_batch_size={_mini_batch_size(config, then)} would keep {then}"
+            f"after step {resume.step}; learner.mini_batch_size={size} would keep {then}"
         )
     if any(key in ("model.path", "model.mcore_path") for key in changed):
         yield "model.path and model.mcore_path name no weights for a run that goes on: its checkpoint has them"
@@ -126,9 +127,9 @@ def _before(config: Config, changed: Mapping[str, tuple[Any, Any]], key: str) ->
     return int(changed[key][0] if key in changed else present)
 
 
-def _mini_batch_size(config: Config, updates: int) -> int:
+def _mini_batch_size(data: DataConfig, rollout: RolloutConfig, updates: int) -> int:
     """The learner.mini_batch_size that cuts a step into so many updates."""
-    return max(1, round(config.data.train_batch_size * config.rollout.train.n / updates))
+    return max(1, round(data.train_batch_size * rollout.train.n / updates))
 
 
 def _shown(value: object) -> str:

@@ -67,18 +67,18 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     for path in remove_unfinished(config.run_dir):
         console.print(f"removed {path}: it was not complete, its writing or deletion had been interrupted")
     if resume is not None:
-        moved = set_aside_later(config, resume)
+        moved = set_aside_later(config.run_dir, config.trainer, resume)
         if moved is not None:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
     else:
         announce_start(config, console)
-    check_rollouts(config)
+    check_rollouts(config.run_dir, config.trainer)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
     check_named_metrics(config)  # the same
     if not config.trainer.val_only:
-        check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
+        check_stored_rollouts(config.rollout, config.learner, first_step=1 + (0 if resume is None else resume.step))
         announced = old_log_probs_source(config, expected_updates(config)).sentence
         console.print(announced, markup=False, highlight=False, soft_wrap=True)
     run = Deployment(config, console)
@@ -215,7 +215,9 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
     else:
         batch, metrics = await add_log_probs(run, batch, kept, timer)
         with timer.phase(Phase.ADVANTAGE):
-            batch, correction_metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
+            batch, correction_metrics, beyond_limit = correct_rollout(
+                run.config.learner, run.config.algorithm, batch, kept, step - 1
+            )
             batch, kl_metrics = add_advantages(batch, kept, state)
         metrics |= correction_metrics | kl_metrics | {"actor/fused_old_log_probs": 0.0}
         if beyond_limit:

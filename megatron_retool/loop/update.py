@@ -9,7 +9,7 @@ import numpy as np
 from megatron_retool.algorithms.means import Mean
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.config import Config
+from megatron_retool.config import AlgorithmConfig, Config
 from megatron_retool.loop.columns import critic_mini_batch
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -22,37 +22,37 @@ async def update_actor(
     """Teach the policy; nothing during the critic's warm-up, where there is one."""
     if run.critic is not None and step <= run.config.learner.critic.warmup_steps:
         return []
-    kl_in_loss = kl_coefficient_of(run.config, step)
+    kl_in_loss = kl_coefficient_of(run.config.algorithm, step)
     sampling = run.config.rollout.train
     with timer.phase(Phase.UPDATE_ACTOR):
         updates = [await run.learner.update(part, sampling=sampling, kl_in_loss=kl_in_loss) for part in mini_batches]
     return [measured(update, run.config, part, kl_in_loss) for update, part in zip(updates, mini_batches, strict=True)]
 
 
-def kl_coefficient_of(config: Config, step: int) -> float:
+def kl_coefficient_of(algorithm: AlgorithmConfig, step: int) -> float:
     """Coefficient of the KL in the loss of ``step``; 0 where there is none."""
-    return config.algorithm.scheduled_kl(step) if config.algorithm.kl_in_loss else 0.0
+    return algorithm.scheduled_kl(step) if algorithm.kl_in_loss else 0.0
 
 
 def measured(
     update: dict[str, float], config: Config, mini_batch: TrajectoryBatch, kl_in_loss: float
 ) -> dict[str, float]:
     """An update's metrics with actor/kl_coef, where the loss has a KL, and its losses as means over their items."""
-    over = loss_items(config, mini_batch) if "actor/pg_loss" in update else 0
+    over = loss_items(config.algorithm, mini_batch) if "actor/pg_loss" in update else 0
     losses = {name: Mean(update[name], over) for name in ("actor/pg_loss", "actor/kl_loss") if name in update}
     update = update | losses
     return {**update, "actor/kl_coef": kl_in_loss} if config.algorithm.kl_in_loss else update
 
 
-def loss_items(config: Config, mini_batch: TrajectoryBatch) -> int:
+def loss_items(algorithm: AlgorithmConfig, mini_batch: TrajectoryBatch) -> int:
     """What the mini-batch's loss is a mean over: sampled tokens for token-mean, else responses.
 
     With the denominator "post" only what the rollout correction keeps, which the column keep says.
     """
     counted = mini_batch.loss_mask
-    if config.algorithm.rollout_correction.denominator == "post":
+    if algorithm.rollout_correction.denominator == "post":
         counted = counted & (mini_batch.columns["keep"] > 0)
-    if config.algorithm.loss_aggregation == "token-mean":
+    if algorithm.loss_aggregation == "token-mean":
         return int(counted.sum())
     return len(np.unique(mini_batch.token_rollout_ids[counted]))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, DataConfig, RolloutConfig, TrainerConfig
 from megatron_retool.data.prompts import read_validation_prompts
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.phases import VALIDATION_PREFIXES
@@ -37,19 +37,19 @@ def quick_name(name: str) -> str:
     return f"val-quick/{name.partition('/')[2]}"
 
 
-def validation_metrics(config: Config, groups: Mapping[str, Iterable[str]]) -> list[str]:
+def validation_metrics(
+    rollout: RolloutConfig, trainer: TrainerConfig, groups: Mapping[str, Iterable[str]]
+) -> list[str]:
     """Names of what the validations of ``config`` have whatever the reward function returns beside score, acc and pred.
 
     Args:
         groups: data source -> its groups by difficulty.
     """
-    full = _names(config.rollout.val.n, groups)
+    full = _names(rollout.val.n, groups)
     full += [
-        f"val-aux/{source}/acc/{group}/mean@{config.rollout.val.n}"
-        for source, found in groups.items()
-        for group in found
+        f"val-aux/{source}/acc/{group}/mean@{rollout.val.n}" for source, found in groups.items() for group in found
     ]
-    quick = _names(config.rollout.quick_val.n, groups) if config.trainer.quick_test_freq else []
+    quick = _names(rollout.quick_val.n, groups) if trainer.quick_test_freq else []
     return list(dict.fromkeys(full + [quick_name(name) for name in quick]))
 
 
@@ -67,10 +67,10 @@ def check_named_metrics(config: Config) -> None:
     trainer = config.trainer
     asked = {"trainer.early_stopping.metric": trainer.early_stopping.metric, "trainer.best_metric": trainer.best_metric}
     asked = {key: name for key, name in asked.items() if name}
-    groups = _groups(config) if asked else None
+    groups = _groups(config.data) if asked else None
     for key, name in asked.items():
-        known = validation_metrics(config, groups or dict.fromkeys({ALL, _source_of(name)}, ()))
-        if name not in known and not (is_validation_metric(name) and _may_come(name, config, groups)):
+        known = validation_metrics(config.rollout, config.trainer, groups or dict.fromkeys({ALL, _source_of(name)}, ()))
+        if name not in known and not (is_validation_metric(name) and _may_come(name, config.rollout, groups)):
             raise ConfigError(unknown_metric(key, name, known))
 
 
@@ -110,12 +110,12 @@ def _behaviour() -> tuple[str, ...]:
     )
 
 
-def _groups(config: Config) -> dict[str, list[str]] | None:
+def _groups(data: DataConfig) -> dict[str, list[str]] | None:
     """Groups by difficulty of each data source of data.val_files; None where not all of these are files."""
-    val_files = config.data.val_files
+    val_files = data.val_files
     if not val_files or not all(Path(file).exists() for file in val_files):
         return None
-    prompts = read_validation_prompts(config.data)
+    prompts = read_validation_prompts(data)
     groups: dict[str, list[str]] = {ALL: []}
     known = difficulties([(prompt.data_source, prompt.extra_info) for prompt in prompts])
     for prompt, difficulty in zip(prompts, known, strict=True):
@@ -130,7 +130,7 @@ def _source_of(name: str) -> str:
     return re.split(r"/(?:acc|reward)/", name.partition("/")[2])[0] or ALL
 
 
-def _may_come(name: str, config: Config, groups: Mapping[str, Iterable[str]] | None) -> bool:
+def _may_come(name: str, rollout: RolloutConfig, groups: Mapping[str, Iterable[str]] | None) -> bool:
     """Whether it is what a tool or the reward function may add, or a group of files that are not there yet."""
     prefix, _, rest = name.partition("/")
     if prefix == "val-core":
@@ -138,7 +138,7 @@ def _may_come(name: str, config: Config, groups: Mapping[str, Iterable[str]] | N
     quick = prefix == "val-quick"
     if rest.startswith(("tool/use_rate/", "reward/failures/")):
         return True
-    n = config.rollout.quick_val.n if quick else config.rollout.val.n
+    n = rollout.quick_val.n if quick else rollout.val.n
     match = re.fullmatch(rf"(?P<source>.+)/(?P<name>[^/]+)/(?:mean|std)@{n}", rest)
     if match is None or match["name"] in ("acc", "reward"):
         return False

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, load_config
 from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config, measured = _configuration(options)
     if options.model is None:
         check_served_model(config)
-    machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
+    machines = parse_machines(options.gpus or _machines_of(config.cluster, config.learner), options.gpus_per_node)
     name, architecture = resolve_architecture(config, options.model)
     layout = config.learner.layout(architecture)
     if architecture.sliding_window is not None and layout.context > 1 and not machines.accelerator.is_cpu:
@@ -78,16 +78,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 gpus,
                 max_responses=options.max_responses or MAX_RESPONSES,
             )
-            outcomes = compare(scenario, _strategies(config), seed=options.seed)
+            outcomes = compare(scenario, _strategies(config.rollout), seed=options.seed)
             console.print(report.outcome_table(scenario, outcomes))
             console.print(report.straggler_sentence(scenario, outcomes[0]), highlight=False)
             console.print(f"[dim]simulated in {time.perf_counter() - started:.1f} s[/]")
     return 0 if memory.fits else 1
 
 
-def _strategies(config: Config) -> tuple[Strategy, ...]:
+def _strategies(rollout: RolloutConfig) -> tuple[Strategy, ...]:
     """With the configuration's over-sampling and patience, where partial rollout is on."""
-    partial = config.rollout.partial
+    partial = rollout.partial
     return (
         standard_strategies(partial.over_sampling_factor, partial.max_age) if partial.enable else standard_strategies()
     )
@@ -104,10 +104,10 @@ def _configuration(options: argparse.Namespace) -> tuple[Config, dict[str, float
     return load_config(path, options.overrides), measured
 
 
-def _machines_of(config: Config) -> str:
-    if config.cluster.gpus_per_node == 0:
-        return f"CPUx{config.learner.world_size}"
-    return f"H100x{config.cluster.nodes * config.cluster.gpus_per_node}"
+def _machines_of(cluster: ClusterConfig, learner: LearnerConfig) -> str:
+    if cluster.gpus_per_node == 0:
+        return f"CPUx{learner.world_size}"
+    return f"H100x{cluster.nodes * cluster.gpus_per_node}"
 
 
 def _workload(options: argparse.Namespace, config: Config, measured: dict[str, float] | None) -> Workload:

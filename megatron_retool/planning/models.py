@@ -8,7 +8,7 @@ from typing import Any
 
 from conversion.model.architecture import Architecture
 from conversion.model.family import find_family
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, DemoConfig
 
 MODELS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "published_models.json").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def resolve_architecture(config: Config, model: str | None = None) -> tuple[str,
     if text and (Path(text) / "config.json").is_file():
         return Path(text).name, Architecture.from_pretrained(text, config.model.families)
     if config.demo.enable and model is None:
-        return "demo", demo_architecture(config)
+        return "demo", demo_architecture(config.demo)
     wanted = _letters(Path(text).name)
     found = [name for name in MODELS if _letters(name) in wanted]
     if not found:
@@ -58,9 +58,9 @@ def resolve_architecture(config: Config, model: str | None = None) -> tuple[str,
     return name, preset(name)
 
 
-def demo_architecture(config: Config) -> Architecture:
+def demo_architecture(demo: DemoConfig) -> Architecture:
     """The demo's model, which make-demo has not necessarily written yet."""
-    return Architecture.from_hf_config(config.demo.hf_config)
+    return Architecture.from_hf_config(demo.hf_config)
 
 
 def _letters(name: str) -> str:

@@ -504,7 +504,7 @@ class Planner:
         if machines.accelerator.is_cpu:
             return
         cluster = self._cluster()
-        models = 2 if needs_critic(self.config) else 1
+        models = 2 if needs_critic(self.config.algorithm) else 1
         sizes = [size for size in (1, 2, 4, 8) if size <= min(machines.per_node, machines.count)]
         node = machines.per_node * machines.accelerator.memory_bytes * ENGINE_SHARE
         if EngineModel.from_config(self.config.rollout.engine, self.architecture, machines).weight_bytes > node:

@@ -30,7 +30,7 @@ from conversion.files.checksums import (
     write_marker,
 )
 from conversion.files.directory import publish
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, TrainerConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
@@ -127,20 +127,20 @@ def find_resume_point(config: Config) -> Checkpoint | None:
         ConfigError: resume_path names something that is not a complete checkpoint.
         DamagedError: a file of the checkpoint is not what it was; the message offers the checkpoint before it.
     """
-    found = _chosen(config)
+    found = _chosen(config.trainer, config.run_dir)
     if found is not None and config.trainer.verify_checkpoints:
         found.check_quickly()
     return found
 
 
-def _chosen(config: Config) -> Checkpoint | None:
-    mode = config.trainer.resume_mode
+def _chosen(trainer: TrainerConfig, run_dir: Path) -> Checkpoint | None:
+    mode = trainer.resume_mode
     if mode == "disable":
         return None
     if mode == "auto":
-        found = complete_checkpoints(config.run_dir)
+        found = complete_checkpoints(run_dir)
         return found[-1] if found else None
-    path = Path(config.trainer.resume_from_path or "")
+    path = Path(trainer.resume_from_path or "")
     if (weights := weights_checkpoint(path)) is not None:
         raise ConfigError(
             f"trainer.resume_from_path={path} holds the weights of step {weights.step} alone: without optimizer, data "
@@ -198,7 +198,7 @@ def set_aside(run_dir: Path) -> Path | None:
     return target
 
 
-def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
+def set_aside_later(run_dir: Path, trainer: TrainerConfig, resume: Checkpoint | None) -> Path | None:
     """With ``trainer.resume_mode=resume_path``: move what the run made after the checkpoint that it goes back to.
 
     Otherwise resume_mode=auto, retention and export would take the abandoned checkpoints for the newest ones. These,
@@ -208,8 +208,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     Returns:
         That directory; None where the run has no later checkpoint.
     """
-    run_dir = config.run_dir
-    if resume is None or config.trainer.resume_mode != "resume_path":
+    if resume is None or trainer.resume_mode != "resume_path":
         return None
     later = _later_paths(run_dir / "checkpoints", CHECKPOINT_NAME, resume.step)
     later += _later_paths(run_dir / "checkpoints", WEIGHTS_NAME, resume.step)

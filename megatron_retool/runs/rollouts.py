@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, TrainerConfig
 
 
-def check_rollouts(config: Config) -> None:
+def check_rollouts(run_dir: Path, trainer: TrainerConfig) -> None:
     """Check that the run's rollouts can go where ``trainer.rollout_data_dir`` says; nothing is made.
 
     Raises:
         ConfigError: the run has rollouts in another place already, or another run has some in that one.
     """
-    place, key, directory = _place(config), "trainer.rollout_data_dir", config.trainer.rollout_data_dir
-    target = _target(config)
+    place, key, directory = _place(run_dir), "trainer.rollout_data_dir", trainer.rollout_data_dir
+    target = _target(trainer)
     if target is None:
         if place.is_symlink() and not place.exists():
             raise ConfigError(
@@ -43,8 +43,8 @@ def prepare_rollouts(config: Config) -> Path:
     Raises:
         ConfigError: see ``check_rollouts``.
     """
-    check_rollouts(config)
-    place, target = _place(config), _target(config)
+    check_rollouts(config.run_dir, config.trainer)
+    place, target = _place(config.run_dir), _target(config.trainer)
     (target or place).mkdir(parents=True, exist_ok=True)
     if target is not None and not place.is_symlink():
         if place.exists():
@@ -54,13 +54,13 @@ def prepare_rollouts(config: Config) -> Path:
     return place
 
 
-def _place(config: Config) -> Path:
-    return config.run_dir / "rollouts"
+def _place(run_dir: Path) -> Path:
+    return run_dir / "rollouts"
 
 
-def _target(config: Config) -> Path | None:
-    directory = config.trainer.rollout_data_dir
-    return None if directory is None else (Path(directory) / config.trainer.experiment_name).resolve()
+def _target(trainer: TrainerConfig) -> Path | None:
+    directory = trainer.rollout_data_dir
+    return None if directory is None else (Path(directory) / trainer.experiment_name).resolve()
 
 
 def set_rollouts_aside(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.cluster.gpus import visible_devices
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, RolloutConfig
 from megatron_retool.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megatron_retool.loop.checks import check_model
 from megatron_retool.machine import nvidia_smi
@@ -109,7 +109,7 @@ class Service:
                 weights_from_sync=False,
                 gpu_ids=gpus,
             )
-            for index, gpus in enumerate(engine_gpus(config))
+            for index, gpus in enumerate(engine_gpus(config.rollout))
         ]
         if self._with_tools:
             await self._start_tools()
@@ -174,13 +174,13 @@ class Service:
         await asyncio.gather(*self._starts, return_exceptions=True)
 
 
-def engine_gpus(config: Config) -> list[list[str] | None]:
+def engine_gpus(rollout: RolloutConfig) -> list[list[str] | None]:
     """What each engine has for CUDA_VISIBLE_DEVICES; None without CUDA.
 
     Raises:
         ConfigError: this machine has too few GPUs.
     """
-    engine = config.rollout.engine
+    engine = rollout.engine
     if resolve_device(engine.device) == "cpu":
         return [None] * engine.count
     each, found = engine.tensor_parallel_size, len(nvidia_smi("name"))

@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
-from megatron_retool.config import Config, ConfigError, load_config, save_config
+from megatron_retool.config import Config, ConfigError, LearnerConfig, load_config, save_config
 from megatron_retool.data.path_checks import check_stage_files
 from megatron_retool.errors import OperationError
 from megatron_retool.monitor.loggers import check_loggers
@@ -66,7 +66,7 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
         with tempfile.TemporaryDirectory() as private:
             with_secrets = Path(private) / "config.yaml"  # the run's own, which others may read, lacks them
             save_config(config, with_secrets, secrets=True)
-            _launch(config, with_secrets, leave)
+            _launch(config.learner, with_secrets, leave)
     finally:
         remove_unfinished(config.run_dir)
     return (config.run_dir / COMPLETE_NAME).exists()
@@ -79,7 +79,7 @@ def _check(config: Config) -> None:
     check_stage_files(config)
 
 
-def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
+def _launch(learner: LearnerConfig, config_file: Path, leave: LeaveRequest) -> None:
     """Start the ranks under torchrun's agent, in this process, and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -90,7 +90,7 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.learner.world_size,
+        nproc_per_node=learner.world_size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -99,7 +99,7 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
         # SIGINT and SIGTERM are this command's own, whose way out ends the ranks as well.
         signals_to_handle="SIGQUIT",
     )
-    environment = _environment(OMP_NUM_THREADS=str(config.learner.threads), GLOO_SOCKET_IFNAME=_loopback())
+    environment = _environment(OMP_NUM_THREADS=str(learner.threads), GLOO_SOCKET_IFNAME=_loopback())
     with environment, passed_on(leave, _ranks):
         try:
             elastic_launch(settings, sys.executable)("-u", "-m", _MODULE, str(config_file))

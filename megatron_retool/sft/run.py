@@ -74,7 +74,7 @@ class Run:
         self.stages = self._load_data()
         state = self._resume_state(resume)
         if resume is not None and self.rank == 0:
-            moved = set_aside_later(config, resume)
+            moved = set_aside_later(config.run_dir, config.trainer, resume)
             if moved is not None:
                 self.console.print(f"what the run made after {resume.path} was moved to {moved}")
         stage = self.stages[state["stage"]]

@@ -72,9 +72,9 @@ class TinkerDeployment:
             f"starting {engines} engine{'s' if engines > 1 else ''} and the learner "
             f"({ranks} rank{'s' if ranks > 1 else ''}); logs: {config.run_dir / 'logs'}"
         )
-        self._stack.enter_context(ray_runtime(config))
-        placement = placement.on_nodes(node_ids(config))
-        self._engines = EngineGroup(config, placement, tokenizer=finds_texts(config))
+        self._stack.enter_context(ray_runtime(config.cluster))
+        placement = placement.on_nodes(node_ids(config.cluster))
+        self._engines = EngineGroup(config, placement, tokenizer=finds_texts(config.model))
         self._stack.push_async_callback(self._engines.stop)
         self.learner = LearnerGroup(config, placement)
         self._stack.callback(self.learner.kill)

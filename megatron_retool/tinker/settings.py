@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.config import Config, ConfigError, ModelConfig, validate
 from megatron_retool.config.accumulation import check_runs
 from megatron_retool.data.tokenizer import TOKENIZER_FILES
 from megatron_retool.tinker.served_model import ServedModel
@@ -56,7 +56,7 @@ def server_config(config: Config, directory: Path) -> Config:
         trainer=dataclasses.replace(config.trainer, runs_dir=str(place.parent), experiment_name=place.name),
     )
     validate(config)
-    check_runs(config, architecture.with_predictors() if config.learner.mtp.train else architecture)
+    check_runs(config.learner, architecture.with_predictors() if config.learner.mtp.train else architecture)
     return config
 
 
@@ -81,10 +81,10 @@ def served_model(config: Config, name: str, context: int, *, on_this_machine: bo
         most_rank=config.learner.lora.rank,
         adapts_attention="attention" in config.learner.lora.targets,
         adapts_mlp="mlp" in config.learner.lora.targets,
-        finds_texts=finds_texts(config),
+        finds_texts=finds_texts(config.model),
     )
 
 
-def finds_texts(config: Config) -> bool:
+def finds_texts(model: ModelConfig) -> bool:
     """Whether engines can have the tokenizer, with which they find texts in what they sample."""
-    return any((Path(config.model.path) / name).is_file() for name in TOKENIZER_FILES)
+    return any((Path(model.path) / name).is_file() for name in TOKENIZER_FILES)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_retool.config import Config
+from megatron_retool.config import Config, RolloutConfig
 from megatron_retool.registry import ExtensionError, Registry, load_object
 from sglang_rollout.agent.loop import Agent, AgentSetup
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlueError
@@ -30,13 +30,13 @@ _ENVIRONMENTS = "sglang_rollout.environments.loop"
 """The agent of rollout.environment, imported where it is chosen: it renders as the gateway does, a floor above."""
 
 
-def is_task_agent(config: Config) -> bool:
+def is_task_agent(rollout: RolloutConfig) -> bool:
     """Whether rollout.agent is a program, or names a function whose first parameter is called task.
 
     Raises:
         ExtensionError: it cannot be loaded.
     """
-    target = config.rollout.agent
+    target = rollout.agent
     if not isinstance(target, str):
         return True
     if target in agents.names:
@@ -61,7 +61,7 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent
     """
     rollout = config.rollout
     # Behind a task agent the built-in one says where a turn ends, and whether the chat template can be used.
-    target, kwargs = (BUILT_IN, {}) if is_task_agent(config) else (rollout.agent, rollout.agent_kwargs)
+    target, kwargs = (BUILT_IN, {}) if is_task_agent(config.rollout) else (rollout.agent, rollout.agent_kwargs)
     setup = AgentSetup(
         rollout.multi_turn,
         tokenizer,
@@ -112,7 +112,7 @@ def check_agent(config: Config) -> None:
     if config.rollout.environment is not None:
         load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(config)
         return
-    if is_task_agent(config):
+    if is_task_agent(config.rollout):
         if isinstance(config.rollout.agent, str):
             task_agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
         else:

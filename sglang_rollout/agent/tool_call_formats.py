@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from megatron_retool.config import Config, MultiTurnConfig
+from megatron_retool.config import MultiTurnConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
 from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.tagged_calls import TaggedTurn, TagGrammar
@@ -474,9 +474,9 @@ def make_format(config: MultiTurnConfig) -> ToolCallFormat:
     return checked_format(made, extension.label)
 
 
-def check_format(config: Config) -> None:
+def check_format(rollout: RolloutConfig) -> None:
     """Raise ExtensionError where the run's tool-call format cannot be used."""
-    make_format(config.rollout.multi_turn)
+    make_format(rollout.multi_turn)
 
 
 _TRIALS = (

@@ -14,7 +14,7 @@ from typing import Any
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_retool.untrusted import load_json
 from sglang_rollout.engine.process import resolve_device
 
@@ -121,7 +121,7 @@ def check_served_model(config: Config) -> None:
             f"model.path={config.model.path}: {reason}. Save the model with an output layer of its own, and name that "
             f"in model.path: {UNTIE.format(path=config.model.path)}"
         )
-    _check_attention_groups(config, served)
+    _check_attention_groups(config.rollout, served)
     if reason := misread_positions(hf_config):
         raise ConfigError(f"model.path={config.model.path}: {reason}")
     try:
@@ -138,13 +138,13 @@ def check_served_model(config: Config) -> None:
         _check_window(config, served, architecture.sliding_window)
     check_longest_text(config, architecture)
     _check_longrope(config.model.path, served, architecture)
-    _check_expert_groups(config, architecture)
+    _check_expert_groups(config.rollout, config.model, architecture)
     on_cpu = resolve_device(config.rollout.engine.device) == "cpu"
     if on_cpu and (reason := unserved_on_cpu(architecture, served)):
         raise ConfigError(
             f"model.path={config.model.path}: {reason}: sample on a GPU, or set rollout.engine.backend=transformers"
         )
-    _check_stacked_experts(config, architecture)
+    _check_stacked_experts(config.weight_sync, config.rollout, architecture)
     if reason := unserved(architecture, served):
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
 
@@ -160,7 +160,7 @@ def check_longest_text(config: Config, architecture: Architecture) -> None:
         ConfigError: naming the keys and both cures.
     """
     limit = architecture.longest_text
-    longest = _longest_text(config)
+    longest = _longest_text(config.data, config.rollout)
     if limit is None or longest <= limit or architecture.rope_scaling is None:
         return
     factor = architecture.rope_scaling.attention_factor
@@ -233,13 +233,13 @@ def unserved_on_cpu(architecture: Architecture, served: Sequence[str]) -> str:
     return ""
 
 
-def _check_stacked_experts(config: Config, architecture: Architecture) -> None:
+def _check_stacked_experts(weight_sync: WeightSyncConfig, rollout: RolloutConfig, architecture: Architecture) -> None:
     if not any(mapping.is_stacked for mapping in WeightMap(replace(architecture, num_layers=1))):
         return
     for key, wanted, cure in (
-        ("weight_sync.verify", config.weight_sync.verify, "false"),
-        ("weight_sync.round_to", config.weight_sync.round_to, "null"),
-        ("rollout.engine.quantization", config.rollout.engine.quantization, "null"),
+        ("weight_sync.verify", weight_sync.verify, "false"),
+        ("weight_sync.round_to", weight_sync.round_to, "null"),
+        ("rollout.engine.quantization", rollout.engine.quantization, "null"),
     ):
         if wanted:
             raise ConfigError(
@@ -294,8 +294,8 @@ def _check_longrope(path: str, served: Sequence[str], architecture: Architecture
         )
 
 
-def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
-    groups = config.rollout.engine.attention_data_parallel_size
+def _check_attention_groups(rollout: RolloutConfig, served: Sequence[str]) -> None:
+    groups = rollout.engine.attention_data_parallel_size
     if groups > 1 and served and not ATTENTION_GROUPS.intersection(served):
         raise ConfigError(
             f"rollout.engine.attention_data_parallel_size={groups}: SGLang's class {served[0]} does not give requests "
@@ -303,15 +303,13 @@ def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
         )
 
 
-def _check_expert_groups(config: Config, architecture: Architecture) -> None:
-    groups = config.rollout.engine.expert_parallel_size or 1
+def _check_expert_groups(rollout: RolloutConfig, model: ModelConfig, architecture: Architecture) -> None:
+    groups = rollout.engine.expert_parallel_size or 1
     if groups == 1:
         return
     said = f"rollout.engine.expert_parallel_size={groups}"
     if not architecture.is_moe:
-        raise ConfigError(
-            f"{said} needs a mixture of experts, and {config.model.path} is a dense model: set it to null"
-        )
+        raise ConfigError(f"{said} needs a mixture of experts, and {model.path} is a dense model: set it to null")
     if (architecture.num_experts or 0) % groups:
         raise ConfigError(f"{said} must divide the model's {architecture.num_experts} experts")
 
@@ -330,7 +328,7 @@ def unfilled_output_layer(hf_config: Mapping[str, Any], served: Sequence[str]) -
 
 def _check_window(config: Config, served: Sequence[str], window: int) -> None:
     whole = [name for name in served if name in WHOLE_PAST]
-    longest = _longest_text(config)
+    longest = _longest_text(config.data, config.rollout)
     if whole and window < longest:
         raise ConfigError(
             f"model.path={config.model.path}: its attention has a window (sliding_window={window}), but that of "
@@ -340,7 +338,7 @@ def _check_window(config: Config, served: Sequence[str], window: int) -> None:
         )
 
 
-def _longest_text(config: Config) -> int:
+def _longest_text(data: DataConfig, rollout: RolloutConfig) -> int:
     """Tokens of a prompt and its response."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return min(longest, config.rollout.engine.context_length or longest)
+    longest = data.max_prompt_length + data.max_response_length
+    return min(longest, rollout.engine.context_length or longest)

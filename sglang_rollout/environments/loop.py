@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import Config, ConfigError, RolloutConfig
 from megatron_retool.registry import Extension, ExtensionError
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
@@ -284,13 +284,12 @@ def _working(state: TrajectoryState, tools: bool = False) -> Iterator[None]:
             state.timing = state.timing.plus(tools=elapsed)
 
 
-def environment_of(config: Config) -> Extension[Callable[..., Any]]:
+def environment_of(rollout: RolloutConfig) -> Extension[Callable[..., Any]]:
     """What rollout.environment names, with its keyword arguments; one is made and dropped.
 
     Raises:
         ExtensionError: it cannot be loaded or made, is no Environment, or cannot do what the configuration asks of it.
     """
-    rollout = config.rollout
     assert rollout.environment is not None
     made = environments.bind(rollout.environment, rollout.environment_kwargs)
     try:
@@ -322,5 +321,5 @@ def make_environment_loop(config: Config, setup: AgentSetup) -> EnvironmentLoop:
         ExtensionError: see ``environment_of`` and ``EnvironmentLoop``.
     """
     rollout = config.rollout
-    made = environment_of(config)
+    made = environment_of(config.rollout)
     return EnvironmentLoop(setup, made, rollout.environment_timeout_seconds, config.data.max_prompt_length)

@@ -95,7 +95,7 @@ def test_what_a_loss_declares_the_run_provides(own):
         load_config(None, [override, NO_DYNAMIC_SAMPLING, *ONE_RESPONSE, "algorithm.advantage=reinforce_plus_plus"])
     config = load_config(None, [override, NO_DYNAMIC_SAMPLING])
     config.algorithm.dry_run()
-    assert needs_critic(config) and not needs_critic(load_config())
+    assert needs_critic(config.algorithm) and not needs_critic(load_config().algorithm)
     assert Need.REFERENCE in config.algorithm.needs and Need.REFERENCE not in load_config().algorithm.needs
     assert load_config(None, ["algorithm.kl_in_reward=0.1"]).algorithm.needs[Need.REFERENCE] == (
         "algorithm.kl_in_reward=0.1"
@@ -136,7 +136,7 @@ def test_an_own_estimator_on_a_critic(own):
         load_config(None, [override])
     config = load_config(None, [override, NO_DYNAMIC_SAMPLING, "algorithm.gamma=0.5"])
     config.algorithm.dry_run()
-    assert needs_critic(config)
+    assert needs_critic(config.algorithm)
     batch = advantage_inputs(values=torch.full((22,), 0.25))
     advantages, returns = compute_advantages(config.algorithm.estimator, batch)
     torch.testing.assert_close(returns, batch.per_token(0.5 * batch.rewards))

@@ -98,7 +98,7 @@ def test_an_engine_that_cuts_a_node_is_refused(changes: list[str], words: str) -
 def test_memory_is_not_shared_with_an_engine_on_two_nodes(placement: str, advice: str) -> None:
     config = load_config(None, [*TWO_NODES, f"cluster.placement={placement}", "weight_sync.method=tensor"])
     with pytest.raises(ConfigError, match=f"8 GPUs on each of 2 nodes: set weight_sync.method={advice}"):
-        check_weight_sync(config, plan_placement(config))
+        check_weight_sync(config.weight_sync, config.rollout, plan_placement(config))
 
 
 class EngineOnOneNode(sglang_engine.SGLangEngine):

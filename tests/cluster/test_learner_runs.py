@@ -94,7 +94,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_runs_on_real_ranks_and_wrong_requests_between_them(directory: Path) -> None:
     config = config_of(directory)
-    with ray_runtime(config):
+    with ray_runtime(config.cluster):
         group = LearnerGroup(config, plan_placement(config))
         try:
             found = asyncio.run(asyncio.wait_for(_train(group, directory), 240))

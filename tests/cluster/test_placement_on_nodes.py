@@ -72,13 +72,13 @@ def test_no_sandbox_is_started_where_none_is_needed(override: str) -> None:
 def test_weight_sync_that_cannot_reach_an_engine_is_refused(overrides: list[str], advice: str) -> None:
     config = load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", overrides)
     with pytest.raises(ConfigError, match=advice):
-        check_weight_sync(config, plan_placement(config))
+        check_weight_sync(config.weight_sync, config.rollout, plan_placement(config))
 
 
 @pytest.mark.parametrize("path", [CONFIGS / "demo_cpu.yaml", *sorted(CONFIGS.glob("retool_*.yaml"))])
 def test_weight_sync_of_shipped_configurations_reaches_every_engine(path: Path) -> None:
     config = load_config(path)
-    check_weight_sync(config, plan_placement(config))
+    check_weight_sync(config.weight_sync, config.rollout, plan_placement(config))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def config_of(mode: str = "rollout") -> Config:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[Any]]:
-    with ray_runtime(config_of()):
+    with ray_runtime(config_of().cluster):
         yield [ray.remote(Rank).remote(rank) for rank in range(2)]
 
 

@@ -57,7 +57,7 @@ def configuration(directory: Path, *overrides: str) -> Config:
 
 
 def placement_of(config: Config) -> Placement:
-    return plan_placement(config).on_nodes(node_ids(config))
+    return plan_placement(config).on_nodes(node_ids(config.cluster))
 
 
 @asynccontextmanager

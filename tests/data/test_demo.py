@@ -188,7 +188,7 @@ def test_a_mixture_of_experts_is_untied_and_loads_whole(tmp_path):
     architecture = Architecture.from_pretrained(directory / "model")
     assert (architecture.num_experts, architecture.num_experts_per_tok, architecture.moe_ffn_hidden_size) == (6, 3, 16)
     assert not architecture.tie_word_embeddings
-    planned = demo_architecture(demo_config(directory, *EXPERTS))
+    planned = demo_architecture(demo_config(directory, *EXPERTS).demo)
     written = {f.name: getattr(architecture, f.name) for f in dataclasses.fields(Architecture)}
     differing = {name for name, value in written.items() if getattr(planned, name) != value}
     assert differing <= {"dtype", "hf_config", "initializer_range", "max_position_embeddings", "rope_scaling"}

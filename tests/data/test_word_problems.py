@@ -85,5 +85,5 @@ def test_the_same_on_one_gpu_is_placed() -> None:
     one_gpu = ["cluster.gpus_per_node=1", "cluster.placement=colocated", "learner.dtype=bfloat16"]
     config = load_config(ROOT / "configs" / "smollm2_135m_cpu.yaml", [*one_gpu, "rollout.engine.dtype=bfloat16"])
     placement = plan_placement(config)
-    check_weight_sync(config, placement)
+    check_weight_sync(config.weight_sync, config.rollout, placement)
     assert placement.colocated and [slot.gpus for slot in placement.slots] == [(0,), (0,)]

@@ -75,7 +75,7 @@ async def through_tinker(config: Config, batches: list[TrajectoryBatch], directo
             found.append(gradients.result().metrics["loss:sum"])
         return found
 
-    with ray_runtime(config):
+    with ray_runtime(config.cluster):
         group = LearnerGroup(config, plan_placement(config))
         try:
             await group.setup(1)

@@ -280,9 +280,9 @@ def test_a_setting_that_does_not_go_with_it_is_named(dense: Path, settings: dict
     from megatron_retool.config.accumulation import check_accumulation
 
     architecture = Architecture.from_pretrained(dense / "hf")
-    check_accumulation(Config(), architecture)
+    check_accumulation(Config().learner, architecture)
     predicting = dataclasses.replace(architecture, predictors=1)
     with pytest.raises(ConfigError, match=f"learner.{next(iter(settings))}.* does not go with gradients"):
-        check_accumulation(Config(learner=LearnerConfig(**settings)), architecture)
+        check_accumulation(Config(learner=LearnerConfig(**settings)).learner, architecture)
     with pytest.raises(ConfigError, match="learner.mtp.train=true does not go with"):
-        check_accumulation(Config(), predicting)
+        check_accumulation(Config().learner, predicting)

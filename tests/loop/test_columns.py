@@ -49,7 +49,7 @@ def four(filtered=-1):
 def test_overlong_responses_keep_their_weight_and_give_no_loss():
     config = load_config(None, ["learner.mini_batch_size=4", "data.train_batch_size=2", "rollout.train.n=2"])
     rows = four(filtered=1)
-    batch, metrics, skip = correct_rollout(config, make_batch(*rows), rows, 0)
+    batch, metrics, skip = correct_rollout(config.learner, config.algorithm, make_batch(*rows), rows, 0)
     assert not skip and metrics["rollout_corr/overlong_filtered"] == 0.25
     batch = batch.with_columns(advantages=batch.columns["keep"])
     (mini_batch,) = split_mini_batches(config, batch, step=1)
@@ -67,7 +67,9 @@ def test_mismatch_is_weighed_and_rejected():
     batch = make_batch(*rows)
     old = batch.rollout_log_probs.copy()
     old[0], old[4] = old[0] + 5.0, old[4] - 5.0
-    batch, metrics, _ = correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 3)
+    batch, metrics, _ = correct_rollout(
+        config.learner, config.algorithm, batch.with_columns(old_log_probs=old), rows, 3
+    )
     assert batch.columns["importance_weights"][0] == 2.0
     assert batch.columns["keep"].reshape(4, 4).any(1).tolist() == [True, False, True, True]
     assert metrics["rollout_corr/veto_fraction"] == 0.25 and metrics["rollout_corr/staleness/mean"] == 3.0
@@ -79,19 +81,21 @@ def test_an_exact_run_ends_where_a_token_of_the_newest_weights_differs():
     batch = make_batch(*rows)
     old = batch.rollout_log_probs.copy()
     old[MASK.index(False)] = -7.0  # a tool's token has no log-prob of its own
-    _, metrics, _ = correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 0)
+    _, metrics, _ = correct_rollout(config.learner, config.algorithm, batch.with_columns(old_log_probs=old), rows, 0)
     assert metrics["rollout_corr/log_prob_abs_diff"] == 0.0
     old[4] = np.nextafter(old[4], np.float32(0))
     with pytest.raises(OperationError, match="1 of 12 sampled tokens have another log-prob"):
-        correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 0)
-    correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 1)  # where older weights sampled it
+        correct_rollout(config.learner, config.algorithm, batch.with_columns(old_log_probs=old), rows, 0)
+    correct_rollout(
+        config.learner, config.algorithm, batch.with_columns(old_log_probs=old), rows, 1
+    )  # where older weights sampled it
 
 
 def test_bypass_reports_what_needs_no_learner():
     settings = ["bypass_old_log_probs=true", "mode=none"]
     config = load_config(None, [f"algorithm.rollout_correction.{setting}" for setting in settings])
     rows = four()
-    batch, metrics, skip = correct_rollout(config, make_batch(*rows), rows, 2)
+    batch, metrics, skip = correct_rollout(config.learner, config.algorithm, make_batch(*rows), rows, 2)
     assert not skip
     assert np.all(batch.columns["importance_weights"][batch.loss_mask] == 1.0)
     assert np.array_equal(batch.columns["keep"] > 0, batch.loss_mask)
@@ -196,7 +200,7 @@ def test_unequal_mini_batches_give_the_metrics_of_the_step(aggregation, denomina
     run = SimpleNamespace(config=config, critic=None, learner=SimpleNamespace(update=learn))
 
     def of_step(*parts):
-        mini_batches = [mini_batch_of(config, batch, np.array(part)) for part in parts]
+        mini_batches = [mini_batch_of(config.algorithm, config.data, batch, np.array(part)) for part in parts]
         return mean_metrics(asyncio.run(update_actor(run, mini_batches, 1, StepTimer())))
 
     assert of_step([0, 2], [1, 3, 4]) == pytest.approx(of_step([0, 1, 2, 3, 4]), rel=1e-5)

@@ -95,7 +95,7 @@ def sampled_by_an_engine(config: Config, rows: list[Trajectory], log_probs: np.n
     """Give the rollouts log-probs near the learner's: equal, shifted, scattered, or with a token far off."""
     rng = np.random.default_rng(7)
     batch = TrajectoryBatch.from_trajectories(rows)
-    first = mini_batch_rows(config, batch, STEPS[0])[0]
+    first = mini_batch_rows(config.trainer, config.learner, batch, STEPS[0])[0]
     ends = np.cumsum(batch.response_lengths)
     for number, row in enumerate(rows):
         count = len(row.response_ids)

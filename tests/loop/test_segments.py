@@ -58,7 +58,7 @@ def compared(config, rows, seed, max_tokens=1000):
     if bypass:
         near["old_log_probs"] = batch.rollout_log_probs
     batch = batch.with_columns(**near)
-    batch, corrected, _ = correct_rollout(config, batch, rows, 3)
+    batch, corrected, _ = correct_rollout(config.learner, config.algorithm, batch, rows, 3)
     state = TrainerState.first(config)
     batch, kl = add_advantages(batch, rows, state)
     packer = Packer(ParallelLayout.of_ranks(1), max_tokens, 0, 0, torch.device("cpu"))

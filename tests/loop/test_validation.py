@@ -139,7 +139,9 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
     assert [(t.group_id, t.index) for t in stored] == [(group, index) for group in (1, 8, 14) for index in (0, 1)]
 
     groups = {"all": [], "aime_2025": ["problems_1-5", "problems_6-10", "problems_11-15"]}
-    assert (full | quick).keys() <= set(validation_metrics(config, groups)), "what early stopping may name"
+    assert (full | quick).keys() <= set(validation_metrics(config.rollout, config.trainer, groups)), (
+        "what early stopping may name"
+    )
 
 
 # ---- what early stopping and the best checkpoints may name

@@ -145,7 +145,7 @@ def test_the_demo_takes_about_as_long_as_predicted() -> None:
     )  # fmt: skip
     # The seconds measured for a call contain its wait for a worker.
     workload = replace(workload, sandbox_workers=workload.responses)
-    architecture = demo_architecture(config)
+    architecture = demo_architecture(config.demo)
     layout = config.learner.layout(architecture)
     step = predict_step(config, architecture, layout, parse_machines("CPUx2"), workload)
     errors = {name: seconds / measured[name] - 1 for name, seconds in (step.phases() | {"step": step.total}).items()

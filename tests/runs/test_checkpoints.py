@@ -88,7 +88,7 @@ def test_weights_that_were_cut_short_are_removed_and_later_ones_set_aside(tmp_pa
     workspace = weights_workspace(run_dir, 4).parent
     assert remove_unfinished(run_dir) == sorted([cut_short, workspace])
     back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
-    moved = set_aside_later(back, find_resume_point(back))
+    moved = set_aside_later(back.run_dir, back.trainer, find_resume_point(back))
     assert names(run_dir) == ["global_step_1", "weights_step_1"] and names(moved) == ["weights_step_2"]
 
 
@@ -193,9 +193,9 @@ def test_going_back_sets_aside_what_came_later(tmp_path):
 
     path = run_dir / "checkpoints" / "global_step_1"
     back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    assert set_aside_later(config, find_resume_point(config)) is None  # auto never goes back
-    assert set_aside_later(back, None) is None
-    moved = set_aside_later(back, find_resume_point(back))
+    assert set_aside_later(config.run_dir, config.trainer, find_resume_point(config)) is None  # auto never goes back
+    assert set_aside_later(back.run_dir, back.trainer, None) is None
+    moved = set_aside_later(back.run_dir, back.trainer, find_resume_point(back))
     assert moved.parent == run_dir.parent and moved.name.startswith("e.")
     assert [c.step for c in complete_checkpoints(run_dir)] == [1] and find_resume_point(config).step == 1
     assert [c.step for c in complete_checkpoints(moved)] == [2, 3]
@@ -213,7 +213,7 @@ def test_going_back_sets_aside_what_came_later(tmp_path):
         "metrics.jsonl",
     }
     assert (moved / "metrics.jsonl").read_text() == '{"step": 3}\n'
-    assert set_aside_later(back, find_resume_point(back)) is None
+    assert set_aside_later(back.run_dir, back.trainer, find_resume_point(back)) is None
 
 
 def test_same_step_again_replaces(tmp_path):

@@ -19,7 +19,7 @@ from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
 from conversion.model.stacked import Stacker
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
-from megatron_retool.config import Config, load_config
+from megatron_retool.config import Config, ModelConfig, load_config
 from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.runs.checkpoints import complete_checkpoints
@@ -120,14 +120,14 @@ def find_step(run_dir: str | Path, number: int | None = None) -> StoredStep:
             f"of {_listed(trained)}"
         )
     config = load_config(run_dir / "config.yaml")
-    kept = {step: weights for step in trained if (weights := _weights_before(run_dir, config, step)) is not None}
+    kept = {step: weights for step in trained if (weights := _weights_before(run_dir, config.model, step)) is not None}
     wanted = max(kept, default=None) if number is None else number
     if wanted is None or wanted not in kept:
         which = f"step {number} was" if number is not None else "the run's steps were"
         versions = f"version {number - 1}" if number is not None else "versions"
         raise FileNotFoundError(
             f"{run_dir}: {which} sampled with weights ({versions}) that are not on disk: "
-            + (f"--step can be one of {_listed(sorted(kept))}. " if kept else f"{_missing_start(config)}. ")
+            + (f"--step can be one of {_listed(sorted(kept))}. " if kept else f"{_missing_start(config.model)}. ")
             + "For a run's every step set trainer.save_freq=1 and trainer.keep_checkpoints=0, or for weights alone "
             "trainer.save_weights_freq=1 (step N needs the checkpoint of step N - 1)"
         )
@@ -138,10 +138,10 @@ def _trained_steps(rollouts: Path) -> list[int]:
     return [step for step in stored_steps(rollouts) if step_path(rollouts, step, "learner").is_file()]
 
 
-def _weights_before(run_dir: Path, config: Config, step: int) -> Weights | None:
+def _weights_before(run_dir: Path, model: ModelConfig, step: int) -> Weights | None:
     version = step - 1
     if version == 0:
-        return _first_weights(config)
+        return _first_weights(model)
     for checkpoint in complete_checkpoints(run_dir):
         if checkpoint.step == version and (checkpoint.learner / "metadata.json").is_file():
             return Weights(version, mcore_dir=checkpoint.learner)
@@ -149,21 +149,21 @@ def _weights_before(run_dir: Path, config: Config, step: int) -> Weights | None:
     return Weights(version, mcore_dir=alone[0].path) if alone else None
 
 
-def _first_weights(config: Config) -> Weights | None:
-    if config.model.mcore_path is not None:
-        directory = Path(config.model.mcore_path)
+def _first_weights(model: ModelConfig) -> Weights | None:
+    if model.mcore_path is not None:
+        directory = Path(model.mcore_path)
         return Weights(0, mcore_dir=directory) if (directory / COMPLETE_NAME).is_file() else None
-    if not config.model.path:
+    if not model.path:
         return None
     try:
-        directory = local_directory(config.model.path)
+        directory = local_directory(model.path)
     except (OSError, ValueError):
         return None
     return Weights(0, hf_dir=directory) if (directory / "config.json").is_file() else None
 
 
-def _missing_start(config: Config) -> str:
-    start = config.model.mcore_path or config.model.path
+def _missing_start(model: ModelConfig) -> str:
+    start = model.mcore_path or model.path
     return f"no checkpoint of a step before one of them is left, and {start}, which it started from, is not there"
 
 

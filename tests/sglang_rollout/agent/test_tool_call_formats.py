@@ -182,5 +182,5 @@ def test_a_wrong_format_is_one_message(tmp_path, target, kwargs, said):
     name = target if target[0].islower() else f"{tmp_path}/own.py:{target}"
     config = Config(rollout=RolloutConfig(multi_turn=MultiTurnConfig(format=name, format_kwargs=kwargs)))
     with pytest.raises(ExtensionError, match=said) as caught:
-        check_format(config)
+        check_format(config.rollout)
     assert "rollout.multi_turn.format" in str(caught.value)

@@ -92,7 +92,7 @@ def test_an_example_is_sampled_and_learns(tokenizer, tmp_path, example, segments
     # Token in, token out: what the learner's model says of each row is what the engine sampled with.
     np.testing.assert_allclose(before.numpy()[mask], batch.rollout_log_probs[mask], atol=1e-4)
     batch = batch.with_columns(old_log_probs=before, entropy=entropy)
-    batch, corrected, _ = correct_rollout(config, batch, rows, 0)
+    batch, corrected, _ = correct_rollout(config.learner, config.algorithm, batch, rows, 0)
     assert corrected["rollout_corr/masked_fraction"] == 0.0
     batch, _ = add_advantages(batch, rows, TrainerState.first(config))
     (mini_batch,) = split_mini_batches(config, batch, step=1)
