@@ -512,7 +512,6 @@ def _answer_for_cuda() -> None:
         "is_current_stream_capturing": False,
         "device_count": GPUS,
         "get_device_capability": _capability,
-        "get_device_properties": properties,
         "get_device_name": properties.name,
         "current_stream": stream,
         "default_stream": stream,
@@ -539,6 +538,9 @@ def _answer_for_cuda() -> None:
     changed: dict[str, Any] = {
         "set_device": set_device,
         "current_device": lambda: gpu().index,
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            **vars(properties), uuid=f"GPU-{gpu().index if device is None else torch.device('cuda', device).index}"
+        ),
         "synchronize": lambda *_: _note("waits", "cuda.synchronize"),
         "Stream": _Stream,
         "Event": _Event,

@@ -33,6 +33,7 @@ from megatron_retool.config import (
 from megatron_retool.learner.divergence import Divergence, TeacherHead
 from megatron_retool.learner.log_probs import token_scores
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.tiny_models import hf_model
 
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
@@ -153,7 +154,6 @@ def with_teachers(batch: TrajectoryBatch, count: int) -> TrajectoryBatch:
 
 def one_update(hf_dir: Path, teachers: list[Path], name: str) -> dict[str, Any]:
     from megatron_retool.learner.learner import Learner
-    from megatron_retool.learner.weights import gradients_by_hf_name
 
     config = configured(name, *teachers)
     learner = Learner(
@@ -166,14 +166,7 @@ def one_update(hf_dir: Path, teachers: list[Path], name: str) -> dict[str, Any]:
     )
     batch = with_teachers(mini_batch(), len(teachers))
     reference = learner.log_probs(batch, reference=True)["log_probs"]
-    step, gradients = learner._step, {}
-
-    def step_after_a_look() -> Any:
-        if not config.learner.lora.rank:
-            gradients.update(gradients_by_hf_name(learner.model_chunks, learner.architecture))
-        return step()
-
-    learner._step = step_after_a_look
+    gradients = gradients_at_next_step(learner)
     metrics = learner.update(batch)
     learner.close()
     return {"metrics": metrics, "gradients": gradients, "reference": reference}

@@ -18,6 +18,7 @@ from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.algorithms.top_tokens import TopTokens, top_tokens_divergence
 from megatron_retool.config import Config, ModelConfig, OptimizerConfig
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.test_divergence import LAYOUTS, PAIRS, plain
 from tests.learner.tiny_models import VOCAB_SIZE, hf_model
 
@@ -66,7 +67,6 @@ def scored() -> tuple[TrajectoryBatch, TopTokens]:
 
 def one_update(hf_dir: Path, name: str) -> dict[str, Any]:
     from megatron_retool.learner.learner import Learner
-    from megatron_retool.learner.weights import gradients_by_hf_name
 
     settings = dataclasses.replace(
         RUN[name], dtype="float32", max_tokens_per_micro_batch=64, use_distributed_optimizer=False
@@ -77,14 +77,7 @@ def one_update(hf_dir: Path, name: str) -> dict[str, Any]:
         total_optimizer_steps=9,
         hf_dir=hf_dir,
     )
-    step, gradients = learner._step, {}
-
-    def step_after_a_look() -> Any:
-        if not settings.lora.rank:
-            gradients.update(gradients_by_hf_name(learner.model_chunks, learner.architecture))
-        return step()
-
-    learner._step = step_after_a_look
+    gradients = gradients_at_next_step(learner)
     before = learner.top_tokens_loss(*scored())
     metrics = learner.top_tokens_update(*scored())
     after = learner.top_tokens_loss(*scored())

@@ -27,6 +27,7 @@ from megatron_retool.data.chat_template import TokenizedConversation
 from megatron_retool.data.sft_dataset import as_trajectory_batch
 from megatron_retool.sft.launch import fine_tune
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.tiny_models import hf_model
 from tests.sft.conftest import QUIET, losses, metrics, with_name, with_sft
 
@@ -44,7 +45,6 @@ LAYOUTS = {
 def second_update(hf_dir: Path, name: str, batch: TrajectoryBatch, stage: SFTStage = STAGE) -> dict[str, Any]:
     """Loss, gradients and the weights before them, of the update after one that moved the policy off its reference."""
     from megatron_retool.learner.learner import Learner
-    from megatron_retool.learner.weights import gradients_by_hf_name
     from megatron_retool.sft.preferences import preference_update
 
     settings = dataclasses.replace(
@@ -59,14 +59,7 @@ def second_update(hf_dir: Path, name: str, batch: TrajectoryBatch, stage: SFTSta
     )
     preference_update(learner, batch, stage)
     weights = {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
-    step, gradients = learner._step, {}
-
-    def step_after_a_look() -> Any:
-        if not settings.lora.rank:
-            gradients.update(gradients_by_hf_name(learner.model_chunks, learner.architecture))
-        return step()
-
-    learner._step = step_after_a_look
+    gradients = gradients_at_next_step(learner)
     found = preference_update(learner, batch, stage)
     learner.close()
     return {"metrics": found, "gradients": gradients, "weights": weights}
