@@ -110,7 +110,7 @@ def check_agent(config: Config) -> None:
     The rest is checked where it is made, for which a tokenizer is needed.
     """
     if config.rollout.environment is not None:
-        load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(config)
+        load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(config.rollout)
         return
     if is_task_agent(config.rollout):
         if isinstance(config.rollout.agent, str):

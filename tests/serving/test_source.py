@@ -123,15 +123,13 @@ def test_gpus_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(service, "nvidia_smi", lambda query: ["NVIDIA X"] * 4)
     two = ["rollout.engine.device=cuda", "rollout.engine.count=2"]
-    assert engine_gpus(load_config(None, [*two, "rollout.engine.tensor_parallel_size=2"]).rollout) == [
-        ["0", "1"],
-        ["2", "3"],
-    ]
+
+    def gpus(*overrides: str) -> list[list[str] | None]:
+        return engine_gpus(load_config(None, list(overrides)).rollout)
+
+    assert gpus(*two, "rollout.engine.tensor_parallel_size=2") == [["0", "1"], ["2", "3"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert engine_gpus(load_config(None, two).rollout) == [["7"], ["5"]]
+    assert gpus(*two) == [["7"], ["5"]]
     with pytest.raises(ConfigError, match="2 x 4 GPUs, and this machine shows 4: lower them"):
-        engine_gpus(load_config(None, [*two, "rollout.engine.tensor_parallel_size=4"]).rollout)
-    assert engine_gpus(load_config(None, ["rollout.engine.device=cpu", "rollout.engine.count=2"]).rollout) == [
-        None,
-        None,
-    ]
+        gpus(*two, "rollout.engine.tensor_parallel_size=4")
+    assert gpus("rollout.engine.device=cpu", "rollout.engine.count=2") == [None, None]
