@@ -19,7 +19,7 @@ DIRECTORY, GPUS = "FAKE_IPC_DIRECTORY", "FAKE_GPUS"
 
 
 def uuid_of(gpu: int) -> str:
-    """Of a GPU by its number on the node."""
+    """UUID of the GPU with this number on the node."""
     return f"GPU-{gpu}"
 
 
