@@ -104,7 +104,7 @@ class Placement:
 
     def parts(self, index: int) -> list[Slot]:
         """Processes of an engine, one on each of its nodes; the first one serves it."""
-        return [slot for slot in self.slots if (slot.role, slot.rank) == ("engine", index)]
+        return self._slots_of("engine", index)
 
     def sandbox_options(self, index: int) -> dict[str, Any]:
         """Ray options of a sandbox server's actor."""
@@ -112,8 +112,7 @@ class Placement:
 
     def gpus(self, role: str, rank: int, part: int = 0) -> tuple[int, ...]:
         """The process's own GPUs, as places on its node."""
-        slots = [slot for slot in self.slots if (slot.role, slot.rank) == (role, rank)]
-        return tuple(gpu % self.gpus_per_node for gpu in slots[part].gpus)
+        return tuple(gpu % self.gpus_per_node for gpu in self._slots_of(role, rank)[part].gpus)
 
     def ranks_beside(self, role: str, rank: int) -> int:
         """GPUs on the rank's node that have learner or critic ranks: ranks on one GPU take turns."""
@@ -164,7 +163,10 @@ class Placement:
 
     def slot(self, role: str, rank: int) -> Slot:
         """The process of a role; of an engine that has several nodes, the first one's."""
-        return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
+        return self._slots_of(role, rank)[0]
+
+    def _slots_of(self, role: str, rank: int) -> list[Slot]:
+        return [slot for slot in self.slots if (slot.role, slot.rank) == (role, rank)]
 
     def _options(self, slot: Slot) -> dict[str, Any]:
         # The process takes its GPUs itself: see ``gpus``.

@@ -238,11 +238,11 @@ def _check_engines(config: Config) -> None:
 
 def _check_adapter_sync(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raise ConfigError where engines cannot compute adapters beside their model."""
-    engine, sync = rollout.engine, weight_sync
+    engine = rollout.engine
     for key, value, plain, why in (
         ("rollout.engine.backend", engine.backend, "sglang", "only SGLang's servers load adapters"),
         ("rollout.engine.quantization", engine.quantization, None, "syncs bring the weights that are quantised"),
-        ("weight_sync.round_to", sync.round_to, None, "syncs bring the weights that are rounded"),
+        ("weight_sync.round_to", weight_sync.round_to, None, "syncs bring the weights that are rounded"),
         (
             "rollout.engine.attention_data_parallel_size",
             engine.attention_data_parallel_size,

@@ -123,8 +123,7 @@ class StepTime:
     @property
     def training(self) -> float:
         """Seconds of the learner's passes: log-probs, reference, update and critic."""
-        reference = self.reference.total if self.reference else 0.0
-        return self.log_probs.total + reference + self.update.total + self.critic
+        return training_seconds(self.log_probs, self.reference, self.update, self.critic)
 
     @property
     def total(self) -> float:
@@ -154,6 +153,13 @@ class StepTime:
         if self.phase_switch:
             phases[Phase.PHASE_SWITCH] = self.phase_switch / 2
         return phases
+
+
+def training_seconds(
+    log_probs: LearnerTime, reference: LearnerTime | None, update: LearnerTime, critic: float
+) -> float:
+    """Seconds of the learner's passes in a step, one after another."""
+    return log_probs.total + (reference.total if reference else 0.0) + update.total + critic
 
 
 def recomputed_share(architecture: Architecture, learner: LearnerConfig, mean_length: float) -> float:
@@ -395,7 +401,7 @@ def predict_step(
         engine = engine or EngineModel.from_config(
             config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
         )
-        training = log_probs.total + (reference.total if reference else 0.0) + update.total + critic
+        training = training_seconds(log_probs, reference, update, critic)
         generation = predict_generation(
             engine, config.rollout.engine.count, workload, config.rollout.partial, age_bound(config.trainer), training
         )
