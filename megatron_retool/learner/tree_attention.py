@@ -27,11 +27,16 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: SharedPrefixes, scale: float) -> Tensor:
     """[t, heads, d] queries, [t, groups, d] keys and values -> [t, heads, d], differentiable."""
     if query.is_cuda:
-        whole = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        grouped = query.size(1) != key.size(1)
-        out = _compiled()(*whole, block_mask=tree.block_mask, scale=scale, enable_gqa=grouped)
-        return out.squeeze(0).transpose(0, 1)
+        return in_one_kernel(query, key, value, tree, scale)
     return _TreeAttention.apply(query, key, value, tree, scale)
+
+
+def in_one_kernel(query: Tensor, key: Tensor, value: Tensor, tree: SharedPrefixes, scale: float) -> Tensor:
+    """``tree_attention`` by FlexAttention, as on a GPU."""
+    whole = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    grouped = query.size(1) != key.size(1)
+    out = _compiled()(*whole, block_mask=tree.block_mask, scale=scale, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)
 
 
 @functools.cache

@@ -63,12 +63,14 @@ class Record:
         waits: of the host for the device: values that are read, shapes that depend on values, synchronisation.
         copies: from the host that block it, from memory that is not pinned.
         free_copies: between pinned memory and the device, for which the host does not wait.
+        compiled: calls of functions that torch.compile made, by the function's module and name.
     """
 
     mixed: Counter[Event] = field(default_factory=Counter)
     waits: Counter[Event] = field(default_factory=Counter)
     copies: Counter[Event] = field(default_factory=Counter)
     free_copies: Counter[Event] = field(default_factory=Counter)
+    compiled: Counter[str] = field(default_factory=Counter)
 
 
 _record = Record()
@@ -485,16 +487,16 @@ def install(capability: tuple[int, int] = HOPPER) -> None:
     _answer_for_cuda()
     torch.UntypedStorage.device = property(lambda self: getattr(self, "label", None) or HOST)  # type: ignore
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    # It would compile for the GPU.
-    torch.compile = lambda model=None, *args, **kwargs: model if callable(model) else (lambda each: each)  # type: ignore
+    torch.compile = _compile  # type: ignore[assignment]
     _stay_active_in_backward()
     _exchange_on_gloo()
 
 
-def _answer_for_cuda() -> None:
-    properties = types.SimpleNamespace(
-        major=_capability[0],
-        minor=_capability[1],
+def properties_of(capability: tuple[int, int]) -> types.SimpleNamespace:
+    """torch.cuda.get_device_properties of a GPU of this age."""
+    return types.SimpleNamespace(
+        major=capability[0],
+        minor=capability[1],
         name="a GPU that is not there",
         total_memory=80 << 30,
         multi_processor_count=132,
@@ -504,6 +506,10 @@ def _answer_for_cuda() -> None:
         L2_cache_size=50 << 20,
         shared_memory_per_multiprocessor=228 << 10,
     )
+
+
+def _answer_for_cuda() -> None:
+    properties = properties_of(_capability)
     stream = _Stream()
     constants: dict[str, Any] = {
         "is_available": True,
@@ -562,6 +568,21 @@ def _answer_for_cuda() -> None:
     torch.accelerator.current_stream = constant(stream)
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = constant(None)
     torch.version.cuda = "13.0"
+
+
+def _compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """torch.compile that leaves the function as it is, and notes its calls: it would compile for the GPU."""
+    if model is None:
+        return _compile
+    if not isinstance(model, types.FunctionType):
+        return model
+
+    @functools.wraps(model)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _record.compiled[f"{model.__module__}.{model.__qualname__}"] += 1
+        return model(*args, **kwargs)
+
+    return noted
 
 
 def _stay_active_in_backward() -> None:

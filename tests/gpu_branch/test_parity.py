@@ -24,6 +24,7 @@ from megatron_retool.config import ConfigError
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.fake_device import recorded
+from tests.gpu_branch.test_compiled_kernels import COMPILED
 
 Cases = dict[str, tuple[str, ...]]
 """Layouts by family."""
@@ -84,16 +85,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _compare(directories: dict[str, Path], layouts: Cases) -> dict[tuple[str, str], Any]:
-    """What is too far from transformers, and where a rank mixed devices."""
+    """What is too far from transformers, where a rank mixed devices, and what torch.compile would compile that
+    ``test_compiled_kernels`` does not."""
     found = {}
     for family, names in layouts.items():
         for case in cases(Architecture.from_pretrained(directories[family]), names):
             assert not case.inapplicable, (family, case)
             with recorded() as record:
                 figures = compare(case, directories[family])
-            mixed: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(mixed, [str(event) for event in record.mixed])
-            found[family, case.name] = too_far(figures), sorted({place for rank in mixed for place in rank})
+            seen: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(seen, ([str(event) for event in record.mixed], list(record.compiled)))
+            mixed, compiled = ({each for rank in seen for each in rank[kind]} for kind in (0, 1))
+            found[family, case.name] = too_far(figures), sorted(mixed), sorted(compiled - COMPILED)
     return found
 
 
@@ -101,7 +104,7 @@ def _hold(references: Any, on_gpus: Run, engine: bool, world: int, layouts: Case
     directories = {family: references(family, layers or _layers(family)) for family in layouts}
     found = on_gpus(_compare, directories, layouts, engine=engine, world=world)
     assert found.keys() == {(family, name) for family, names in layouts.items() for name in names}
-    assert {case: answer for case, answer in found.items() if answer != ({}, [])} == {}
+    assert {case: answer for case, answer in found.items() if answer != ({}, [], [])} == {}
 
 
 @pytest.mark.parametrize(("engine", "world", "layouts"), FAST)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import blockwise_quantization_config
+from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.tiny_model import save_model
-from megatron_retool.config import EngineConfig
+from megatron_retool.config import EngineConfig, ModelConfig
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.weight_sync import engine_classes
+from sglang_rollout.weight_sync.engine_classes import Load
+from sglang_rollout.weight_sync.quantization import Fp8
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.learner.tiny_models import hf_model
 
 IPC = Path(__file__).with_name("ipc")
@@ -88,3 +98,49 @@ def test_engines_load_from_the_memory_of_their_senders_gpu(tmp_path: Path, on_gp
     assert sum(name.startswith("GPU-1-") for name in opened) == 2 * 2
     assert sum(name.startswith("GPU-0-") for name in opened) == 2 * 2 * 2 + 2
     assert all(name.endswith(".opened") for name in opened if name.startswith("GPU-1-"))
+
+
+class _Requests(TensorWeightSync):
+    """Whose requests with weights go into a list; the other answers are those of an engine with one rank."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(["http://127.0.0.1:1"], **options)
+        self.bodies: list[Any] = []
+
+    def _start_all(self, path: str, bodies: Any, timeout: float | None = None) -> Any:
+        if path == "/update_weights_from_tensor":
+            self.bodies += bodies.values()
+        answer: Future[dict[str, Any]] = Future()
+        answer.set_result({"success": True, "tp_size": 1, "dtype": "bfloat16", "weight_version": "1"})
+        return dict.fromkeys(bodies, answer)
+
+
+def _quantise_and_push(source: Path, requests: Path, handles: Path) -> None:
+    sys.path.insert(0, str(IPC))
+    import fake_ipc
+    from safetensors.torch import load_file
+    from torch.multiprocessing import reductions
+
+    os.environ[fake_ipc.DIRECTORY] = str(handles)
+    reductions.reduce_tensor = fake_ipc.reduce_tensor
+    weights = {name: each.to("cuda") for name, each in load_file(source / "model.safetensors").items()}
+    with _Requests(convert=Fp8(ModelConfig(path=str(source)))) as sync:
+        sync.push([[each] for each in weights.items()], 1)
+    requests.write_text(json.dumps(sync.bodies))
+
+
+def test_engines_in_fp8_load_from_the_memory_of_a_gpu(
+    tmp_path: Path, on_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_model("qwen3_moe", num_hidden_layers=2, hidden_size=256, head_dim=64, moe_intermediate_size=128)
+    source = save_model(model, tmp_path / "model")
+    requests, handles = tmp_path / "requests.json", tmp_path / "handles"
+    handles.mkdir()
+    on_gpus(_quantise_and_push, source, requests, handles)
+    monkeypatch.setattr(engine_classes, "SCRIPT", IPC / "load_pushed.py")
+    monkeypatch.setattr(sys, "path", [str(IPC), *sys.path])
+    monkeypatch.setenv("FAKE_GPUS", "GPU-1,GPU-0")
+    override = {"quantization_config": blockwise_quantization_config(WeightMap(Architecture.from_pretrained(source)))}
+    load = Load("qwen3_moe", str(source), str(requests), override)
+    assert engine_classes.load_into_engine_classes([load], tmp_path)["qwen3_moe"].wrong == ""
+    assert {path.suffix for path in handles.iterdir()} == {".opened"}
