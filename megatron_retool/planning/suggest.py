@@ -392,7 +392,10 @@ class Planner:
         if not learner.use_distributed_optimizer:
             yield {"learner__use_distributed_optimizer": True}
         if not learner.optimizer.cpu_offload and not self.machines.accelerator.is_cpu:
-            yield {"learner__optimizer__cpu_offload": True}
+            changes: dict[str, Any] = {"learner__optimizer__cpu_offload": True}
+            if learner.optimizer.use_precision_aware_optimizer:
+                changes["learner__optimizer__use_precision_aware_optimizer"] = False
+            yield changes
         longest = self.config.data.max_prompt_length + self.config.data.max_response_length
         if learner.max_tokens_per_micro_batch != longest:
             yield {"learner__max_tokens_per_micro_batch": longest}
@@ -403,7 +406,7 @@ class Planner:
             "expert_model_parallel_size",
         ):
             for factor in (2, 4, 8):
-                changes: dict[str, Any] = {f"learner__{key}": getattr(learner, key) * factor}
+                changes = {f"learner__{key}": getattr(learner, key) * factor}
                 if key == "tensor_model_parallel_size":
                     changes["learner__sequence_parallel"] = True
                 yield changes

@@ -104,7 +104,7 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
     found = memory(plan)
     assert not found.fits
     assert "the learner does not fit" in str(found.problems[0])
-    assert "105.0 GiB needed, 79.6 GiB available" in str(found.problems[0])
+    assert "97.4 GiB needed, 79.6 GiB available" in str(found.problems[0])
     cures = plan.cures()
     assert cures
     assert [cure.seconds for cure in cures] == sorted(cure.seconds for cure in cures)
@@ -112,7 +112,7 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
         overrides = overrides_of(cure.changes)
         assert memory(plan, load_config(DENSE, [*RECOMPUTING_ALL, *overrides])).fits
     texts = [" ".join(overrides_of(cure.changes)) for cure in cures]
-    assert "learner.optimizer.cpu_offload=true" in texts
+    assert "learner.optimizer.cpu_offload=true learner.optimizer.use_precision_aware_optimizer=false" in texts
     assert any("learner.world_size=16" in text and "pipeline" in text for text in texts)
     few = planner(DENSE, "H200x8", "learner.max_tokens_per_micro_batch=36864", "learner.recompute.num_layers=1")
     assert not memory(few).fits
