@@ -123,7 +123,8 @@ class SpeculativeConfig:
     """Who guesses. NGRAM: what followed the same tokens before, without a model. EAGLE, EAGLE3: a head trained for the
     model; STANDALONE: a smaller model. null: no draft."""
     draft_model_path: str | None = None
-    """Hugging Face directory of the head or smaller model. It stays as it is while the policy learns."""
+    """Hugging Face directory of the head or smaller model. It stays as it is while the policy learns, unless it is
+    model.path, whose layers for multi-token prediction learner.mtp.train trains: syncs then bring them too."""
     num_steps: int | None = at_least_one(None, maximum=64)
     """Passes of the draft model for each check; null lets SGLang choose."""
     eagle_topk: int | None = at_least_one(None, maximum=64)

@@ -54,6 +54,19 @@ class Config:
         """runs/<experiment_name>, where everything the run leaves behind lies."""
         return Path(self.trainer.runs_dir) / self.trainer.experiment_name
 
+    @property
+    def trains_draft(self) -> bool:
+        """Engines speculate with the layers for multi-token prediction that the learner trains, and get them in syncs."""
+        speculative, sync = self.rollout.engine.speculative, self.weight_sync
+        return (
+            self.learner.mtp.train
+            and speculative.algorithm == "EAGLE"
+            and speculative.draft_model_path == self.model.path
+            and self.rollout.engine.quantization is None
+            and sync.round_to is None
+            and sync.method in ("tensor", "distributed")
+        )
+
 
 def made_deterministic(config: Config) -> Config:
     """``config``, where trainer.deterministic asks for it with a seed for the engines and without addresses in results.

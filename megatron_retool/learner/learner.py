@@ -633,8 +633,8 @@ class Learner:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator.
 
-        They are the policy's, with adapters merged into them, and without layers for multi-token prediction: an engine
-        has those of its draft's directory.
+        They are the policy's, with adapters merged into them; of layers for multi-token prediction those that the
+        engines' draft gets (``Config.trains_draft``).
         """
         return export_hf_weights(*self._exported(), bucket_bytes, receivers, self._exported_value())
 
@@ -644,6 +644,8 @@ class Learner:
 
     def _exported(self) -> tuple[Sequence[Any], Architecture]:
         data_parallel.finish_gathering(self.model_chunks)
+        if self.config.trains_draft:
+            return self.model_chunks, self.architecture
         return self.model_chunks, dataclasses.replace(self.architecture, predictors=0)
 
     def _exported_value(self) -> adapters.MergedWeights | None:

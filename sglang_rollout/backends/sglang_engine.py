@@ -143,6 +143,7 @@ class SGLangEngine:
         if settings.delta:
             # What an engine makes of a change is compared each time: an error would stay in all later weights.
             common |= {"delta": DeltaEncoder(settings.delta_whole_every), "verify": True}
+        common["draft"] = config.trains_draft
         if settings.method == "tensor":
             return TensorWeightSync(base_urls, **common)
         return DistributedWeightSync(base_urls, **common)

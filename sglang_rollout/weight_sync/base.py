@@ -40,8 +40,6 @@ from sglang_rollout.weight_sync.errors import WeightSyncError
 
 Bucket = list[tuple[str, torch.Tensor]]
 PROBE_SECONDS = 10.0
-FOR_POLICY: dict[str, Any] = {"selector": "target"}
-"""In SGLang's words: new weights are the policy's, and none of a draft model's, which would take them too."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 
 
@@ -54,6 +52,8 @@ class ServerWeightSync(ABC):
         verify: compare checksums of every tensor after each push.
         convert: what becomes of a bucket before it travels (``quantization.weight_conversion``).
         delta: sends only what has changed since the last sync; it needs ``verify``.
+        draft: the weights are also those of the engines' draft model, which takes its own by their names. Of any other
+            draft model none is among them, and it must not take the policy's.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class ServerWeightSync(ABC):
         verify: bool = False,
         convert: Callable[[Bucket], Bucket] | None = None,
         delta: DeltaEncoder | None = None,
+        draft: bool = False,
     ) -> None:
         if not engines:
             raise ValueError("weight sync needs at least one engine URL")
@@ -72,6 +73,7 @@ class ServerWeightSync(ABC):
         self.verify = verify
         self._convert = convert
         self._delta = delta
+        self._models = {"selector": "all" if draft else "target"}
         self._requests = BlockingClient(self.engines)
         self._infos: dict[str, dict[str, Any]] = {}
 
@@ -142,13 +144,13 @@ class ServerWeightSync(ABC):
     def _begin(self) -> None:
         path = "/begin_weight_update"
         try:
-            self._call_all(path, FOR_POLICY)
+            self._call_all(path, self._models)
         except WeightSyncError as error:
             if "already open" not in str(error):
                 raise
             # Left behind by a learner that died while it was sending.
             self._call_all("/end_weight_update", {}, check=False)
-            self._call_all(path, FOR_POLICY)
+            self._call_all(path, self._models)
 
     def _end(self, version: int) -> None:
         self._call_all("/end_weight_update", {})

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_retool.ports import free_port, listening_descriptor
-from sglang_rollout.weight_sync.base import FOR_POLICY, Bucket, ServerWeightSync, is_local, reason_of
+from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local, reason_of
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 SEND_AWAY_SECONDS = 30.0
@@ -64,7 +64,7 @@ class DistributedWeightSync(ServerWeightSync):
             "shapes": [list(tensor.shape) for _, tensor in bucket],
             "group_name": self._group_name,
             "load_format": "flattened_bucket",
-            **FOR_POLICY,
+            **self._models,
             "flush_cache": False,
         }
         path = "/update_weights_from_distributed"

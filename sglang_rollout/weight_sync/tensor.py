@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_rollout.weight_sync.base import FOR_POLICY, Bucket, ServerWeightSync, is_local
+from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 _PATH = "/update_weights_from_tensor"
@@ -66,7 +66,7 @@ class TensorWeightSync(ServerWeightSync):
                 # handle of its own: a handle is one count on the memory, and the rank that opens it takes it down.
                 "serialized_named_tensors": [_pickled(value) for _ in range(int(self._infos[url].get("tp_size") or 1))],
                 "load_format": "flattened_bucket",
-                **FOR_POLICY,
+                **self._models,
                 "flush_cache": False,
             }
             for url in self.engines

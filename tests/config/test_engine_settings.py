@@ -91,6 +91,26 @@ def test_what_does_not_go_together_is_said_with_its_key(overrides, words):
 def test_what_goes_together_loads():
     load_config(None, [NGRAM, f"{ENGINE}.device=cuda"])
     load_config(None, [*DRAFTED, f"{ENGINE}.speculative.num_steps=3", "rollout.train.temperature=0.8"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "synced"),
+    [
+        ([], True),
+        (["learner.mtp.train=false"], False),
+        ([f"{ENGINE}.speculative.draft_model_path=/draft"], False),
+        ([f"{ENGINE}.quantization=fp8"], False),
+    ],
+)
+def test_a_draft_that_the_learner_trains_is_synced(overrides: list[str], synced: bool) -> None:
+    own = [
+        "model.path=/model",
+        f"{ENGINE}.speculative.algorithm=EAGLE",
+        f"{ENGINE}.speculative.draft_model_path=/model",
+        f"{ENGINE}.device=cuda",
+        "learner.mtp.train=true",
+    ]
+    assert load_config(None, [*own, *overrides]).trains_draft is synced
     load_config(
         None,
         [

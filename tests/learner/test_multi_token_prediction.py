@@ -18,13 +18,16 @@ from megatron_retool.admission.tiny_model import random_batch, random_model, sto
 from megatron_retool.config import (
     Config,
     ConfigError,
+    EngineConfig,
     Fp8Config,
     LearnerConfig,
     ModelConfig,
     MtpConfig,
     OptimizerConfig,
     RecomputeConfig,
+    RolloutConfig,
 )
+from megatron_retool.config.rollout import SpeculativeConfig
 from megatron_retool.doctor.model import sequences
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.routed_experts import RoutedExperts
@@ -148,7 +151,7 @@ class Predictor(torch.nn.Module):
         return {stored_name(name): tensor for name, tensor in found.items()}
 
 
-def make_model(family, directory):
+def make_model(family, directory, predictors=PREDICTORS):
     """A tiny model in ``directory``; it and its layers for multi-token prediction in transformers."""
     if family == "deepseek_v3":
         model = random_model(LATENT)
@@ -156,7 +159,7 @@ def make_model(family, directory):
         changes = {"num_hidden_layers": 2, "tie_word_embeddings": False}
         model = tiny_models.hf_model("qwen2" if family == "mimo" else family, **changes)
     torch.manual_seed(3)
-    layers = [Predictor(family, model.config) for _ in range(PREDICTORS)]
+    layers = [Predictor(family, model.config) for _ in range(predictors)]
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for number, layer in enumerate(layers):
@@ -166,7 +169,7 @@ def make_model(family, directory):
                 tensors[f"model.layers.{2 + number}.{copy}"] = tensors[name].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    changes = {"model_type": family, "num_nextn_predict_layers": PREDICTORS}
+    changes = {"model_type": family, "num_nextn_predict_layers": predictors}
     (directory / "config.json").write_text(json.dumps(config | changes))
     return model, layers
 
@@ -212,7 +215,7 @@ def reference(model, layers, batch, observes):
     return gradients, -float(torch.cat(found).detach().mean()), float(torch.cat(best).double().mean())
 
 
-def build(world_size, settings, hf_dir, mtp, mcore_dir=None):
+def build(world_size, settings, hf_dir, mtp, mcore_dir=None, engine=None):
     from megatron_retool.learner.learner import Learner
 
     learner = LearnerConfig(
@@ -220,7 +223,9 @@ def build(world_size, settings, hf_dir, mtp, mcore_dir=None):
         dtype="float32",
         **{"max_tokens_per_micro_batch": 112, "log_prob_chunk_tokens": 19, "mtp": mtp, **settings},
     )
-    config = Config(model=ModelConfig(path=str(hf_dir)), learner=learner)
+    config = Config(
+        model=ModelConfig(path=str(hf_dir)), rollout=RolloutConfig(engine=engine or EngineConfig()), learner=learner
+    )
     return Learner(config, optimizer=OPTIMIZER, total_optimizer_steps=9, hf_dir=hf_dir, mcore_dir=mcore_dir)
 
 
@@ -273,6 +278,9 @@ def learn(world_size, name, directory):
     if settings is PIPELINE:
         learner.save(saved_beside(hf_dir))
         found["saved"] = all_weights(learner)
+        engine = EngineConfig(speculative=SpeculativeConfig("EAGLE", draft_model_path=str(hf_dir)))
+        drafted = build(world_size, settings, hf_dir, MtpConfig(train=True), engine=engine)
+        found["synced"] = [set(exported(each)) for each in (learner, drafted)]
     if name == "glm4_moe, one":
         replaying = build(world_size, {"routing_replay": "old_log_probs"}, hf_dir, MtpConfig(train=True))
         rows = replaying.log_probs(batch)["routed_experts"]
@@ -372,6 +380,13 @@ def test_routing_replay_leaves_their_routers_alone(found):
 
 def is_predictors(name):
     return name.startswith(("model.mtp_layers.", "model.layers.2.", "model.layers.3."))
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_engines_get_them_for_their_draft(found, family):
+    policy, with_draft = found[f"{family}, pipeline"]["synced"]
+    assert with_draft - policy == {name for name in found[f"{family}, pipeline"]["saved"] if is_predictors(name)}
+    assert policy < with_draft
 
 
 @pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
