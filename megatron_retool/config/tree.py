@@ -56,7 +56,7 @@ class Config:
 
     @property
     def trains_draft(self) -> bool:
-        """Engines speculate with the layers for multi-token prediction that the learner trains, and get them in syncs."""
+        """Engines draft with the layers for multi-token prediction that the learner trains, and get them in syncs."""
         speculative, sync = self.rollout.engine.speculative, self.weight_sync
         return (
             self.learner.mtp.train
