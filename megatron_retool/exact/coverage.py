@@ -27,7 +27,7 @@ def missing_operators(architecture: Architecture) -> list[str]:
     """What a model has that ``exact.operators`` has not, in words."""
     scaling = architecture.rope_scaling
     has = {
-        "latent attention": architecture.latent is not None,
+        "sparse attention": architecture.indexer is not None,
         "linear attention": bool(architecture.linear_layers),
         "attention windows": architecture.sliding_window is not None,
         "attention sinks": architecture.attention_sinks,
@@ -43,10 +43,6 @@ def missing_operators(architecture: Architecture) -> list[str]:
         "several frequencies": architecture.local_rope_theta is not None,
         "queries that grow with the position": architecture.query_growth is not None,
         "scaled embeddings": architecture.embedding_scale != 1.0,
-        "shared experts": bool(architecture.shared_expert_ffn_hidden_size),
-        f"routing by {architecture.router_scores}": architecture.is_moe and architecture.router_scores != "softmax",
-        "biases of the router": architecture.router_bias,
-        "groups of experts": architecture.router_groups is not None,
-        "scaled experts": architecture.is_moe and architecture.routed_scaling_factor not in (None, 1.0),
+        "gates of shared experts": architecture.shared_expert_gate,
     }
     return [words for words, there in has.items() if there]

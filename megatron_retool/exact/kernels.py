@@ -278,10 +278,11 @@ def attended(query, keys, values, slots, starts, counts, scale, out):  # type: i
     """Softmax attention of each query over its own keys, in their order.
 
     ``query`` [rows, heads, d]; ``keys`` and ``values`` [places, groups, d]. Row i sees the keys at the places
-    slots[starts[i]], ..., slots[starts[i] + counts[i] - 1]. ``out`` float32 [rows, heads, d].
+    slots[starts[i]], ..., slots[starts[i] + counts[i] - 1]. ``out`` float32 [rows, heads, v], of the first v
+    features of the values.
     """
     rows, heads, size = query.shape
-    groups, width = keys.shape[1], values.shape[2]
+    groups, stride, width = keys.shape[1], values.shape[2], out.shape[2]
     weights = np.empty(counts.max() if rows else 0, np.float32)
     lanes = np.empty(LANES, np.float32)
     for i in range(rows):
@@ -304,7 +305,7 @@ def attended(query, keys, values, slots, starts, counts, scale, out):  # type: i
             for k in range(width):
                 out[i, head, k] = np.float32(0.0)
             for j in range(count):
-                weight, place = weights[j], (slots[first + j] * groups + group) * width
+                weight, place = weights[j], (slots[first + j] * groups + group) * stride
                 for k in range(width):
                     out[i, head, k] = fma(weight, element(values, place + k), out[i, head, k])
             for k in range(width):
@@ -343,6 +344,29 @@ def gates_of(logits, chosen, over_all, out):  # type: ignore[no-untyped-def]
                 total = total + exponential(logits[i, e] - largest)
         for e in range(experts):
             out[i, e] = exponential(logits[i, e] - largest) / total if chosen[i, e] else np.float32(0.0)
+
+
+@_compiled
+def sigmoids(x, out):  # type: ignore[no-untyped-def]
+    """Sigmoid of each element of float32 [rows, columns]."""
+    one = np.float32(1.0)
+    for i in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            small = exponential(-abs(x[i, k]))
+            out[i, k] = (one if x[i, k] >= np.float32(0.0) else small) / (one + small)
+
+
+@_compiled
+def shares_of(scores, chosen, out):  # type: ignore[no-untyped-def]
+    """Each row's chosen scores, float32 [rows, experts], divided by their sum in the order of the experts; else 0."""
+    rows, experts = scores.shape
+    for i in range(rows):
+        total = np.float32(0.0)
+        for e in range(experts):
+            if chosen[i, e]:
+                total = total + scores[i, e]
+        for e in range(experts):
+            out[i, e] = scores[i, e] / (total + np.float32(1e-20)) if chosen[i, e] else np.float32(0.0)
 
 
 @_compiled

@@ -52,8 +52,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As ``rotate``, of the features k and k + 1 where that rotates k and k + d / 2."""
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def linear_of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head's product with a matrix of its own: [rows, heads, K], [heads, N, K] -> [rows, heads, N]."""
+    return torch.stack([linear(rows, matrix) for rows, matrix in zip(x.unbind(1), weight, strict=True)], dim=1)
+
+
 def attention(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, counts: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scale: float,
+    width: int | None = None,
 ) -> Tensor:
     """Each query's softmax attention over the keys that it sees, in their order; [rows, heads, d] in its dtype.
 
@@ -62,8 +80,9 @@ def attention(
         keys: [places, groups, d], of the dtype of ``query``, as ``values``.
         slots: integers; row i sees the places slots[starts[i]], ..., slots[starts[i] + counts[i] - 1].
         starts: int64 [rows], as ``counts``.
+        width: how many features the values have, the first ones; None: all.
     """
-    out = torch.empty(*query.shape[:2], values.size(-1))
+    out = torch.empty(*query.shape[:2], width or values.size(-1))
     places = (array(slots.reshape(-1)), array(starts.long()), array(counts.long()))
     kernels.attended(array(query), array(keys), array(values), *places, np.float32(scale), out.numpy())
     return out.to(query.dtype)
@@ -77,22 +96,47 @@ def silu_and_multiply(x: Tensor) -> Tensor:
     return out.to(x.dtype).view(*x.shape[:-1], out.size(1))
 
 
-def top_experts(logits: Tensor, count: int) -> Tensor:
-    """int64 [t, count]: the experts with the largest of the logits [t, E]; of equal ones those that come first."""
-    return logits.detach().argsort(dim=-1, descending=True, stable=True)[:, :count]
+def sigmoid(logits: Tensor) -> Tensor:
+    """Of float32 [rows, columns], in float32."""
+    out = torch.empty(logits.shape)
+    kernels.sigmoids(array(logits), out.numpy())
+    return out
 
 
-def expert_gates(logits: Tensor, experts: Tensor, normalized: bool) -> Tensor:
+def top_experts(scores: Tensor, count: int, groups: tuple[int, int] | None = None, of_a_group: int = 2) -> Tensor:
+    """int64 [t, count]: the experts with the largest of the scores [t, E]; of equal ones those that come first.
+
+    Args:
+        groups: (n, m): of n groups of neighbours only the m best take part; None: all experts do.
+        of_a_group: how many of a group's best scores, added up, are the group's.
+    """
+    scores = scores.detach()
+    if groups is not None:
+        number, kept = groups
+        members = scores.unflatten(-1, (number, -1))
+        best = members.sort(dim=-1, descending=True).values
+        worth = best[..., 0] if of_a_group == 1 else best[..., 0] + best[..., 1]
+        closed = torch.ones(worth.shape, dtype=torch.bool).scatter_(1, top_experts(worth, kept), False)
+        scores = members.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]
+
+
+def expert_gates(scores: Tensor, experts: Tensor, normalized: bool, kind: str = "softmax") -> Tensor:
     """float32 [t, E]: what the chosen experts' outputs are multiplied by, 0 for the others.
 
     Args:
-        logits: float32 [t, E].
+        scores: float32 [t, E]: logits for "softmax", their sigmoids for "sigmoid".
         experts: int64 [t, k].
-        normalized: the softmax is over the chosen experts; else over all.
+        normalized: the gates of a token add up to 1; else they are shares of all experts, or the scores themselves.
     """
-    chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, experts, True)
-    out = torch.empty(logits.shape)
-    kernels.gates_of(array(logits), chosen.numpy(), not normalized, out.numpy())
+    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, experts, True)
+    out = torch.empty(scores.shape)
+    if kind == "softmax":
+        kernels.gates_of(array(scores), chosen.numpy(), not normalized, out.numpy())
+    elif normalized:
+        kernels.shares_of(array(scores), chosen.numpy(), out.numpy())
+    else:
+        out = scores.masked_fill(~chosen, 0.0)
     return out
 
 

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
@@ -30,6 +31,7 @@ from megatron_retool.learner.attention import (
     rms_norm,
     rotary_embedding,
 )
+from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_retool.learner.precision import Acceleration
 
 
@@ -54,18 +56,18 @@ def _with_gradient_of(exact: Tensor, ordinary: Callable[..., Tensor], *inputs: T
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return operators.linear(x, weight, bias)
+        return operators.linear(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.size(-1))
+        rows = grad.reshape(-1, grad.size(-1)).to(x.dtype)
         grad_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_weight = torch.mm(rows.t(), x.reshape(-1, x.size(-1))) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias else None
+        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
 class ExactColumnParallelLinear(ColumnParallelLinear):
@@ -82,6 +84,14 @@ class ExactRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[..., K] -> [..., N], and no bias that is still to be added."""
         return _Linear.apply(input_, self.weight, self.bias), None
+
+
+class ExactReplicatedLinear(ReplicatedLinear):
+    """A projection down to a latent vector."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        return _Linear.apply(input, self.weight, None)
 
 
 class ExactRMSNorm(RMSNorm):
@@ -123,39 +133,74 @@ class ExactExpert(MLP):
         return self.linear_fc2(activated)
 
 
+class ExactSharedExperts(SharedExpertMLP):
+    """Experts of every token, which are one MLP."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[t, 1, h] -> the same."""
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        out: Tensor = self.linear_fc2(_silu_and_multiply(gate_and_up))[0]
+        return out
+
+
 class ExactRouter(TopKRouter):
-    """Chooses by logits that are rounded to the model's dtype, as transformers and SGLang do; ties by number."""
+    """Chooses experts, of equal ones the first.
+
+    Logits are rounded to the model's dtype before a softmax, as in transformers and SGLang, and not before sigmoids.
+
+    Attributes:
+        groups, of_a_group: see ``operators.top_experts``.
+        normalizes: a token's gates add up to 1, before their factor.
+        factor: of the gates; 1 where ``ExactMixture`` multiplies by it.
+    """
+
+    groups: tuple[int, int] | None
+    of_a_group: int
+    normalizes: bool
+    factor: float
 
     def gating(self, input: Tensor) -> Tensor:
         """float32 [..., E]."""
-        return _Linear.apply(input, self.weight, None).float()
+        if self.score_function == "sigmoid":
+            return _Linear.apply(input, self.weight, None, torch.float32)
+        return _Linear.apply(input, self.weight, None, None).float()
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Gates, float32 [t, E], and which experts are chosen, bool [t, E]."""
         logits = logits.reshape(-1, logits.size(-1))
-        normalized = not self.config.moe_router_pre_softmax
+        is_sigmoid = self.score_function == "sigmoid"
+        scores = operators.sigmoid(logits) if is_sigmoid else logits.detach()
+        ranked = scores if self.expert_bias is None else scores + self.expert_bias
 
-        def own(scores: Tensor, count: int, *_groups: Any) -> tuple[Tensor, Tensor]:
-            experts = operators.top_experts(scores, count)
-            return scores.gather(1, experts), experts
+        def own() -> tuple[Tensor, Tensor]:
+            experts = operators.top_experts(ranked, self.topk, self.groups, self.of_a_group)
+            return ranked.gather(1, experts), experts
 
         replay: Any = self.router_replay
-        experts = (
-            own(logits, self.topk) if replay is None else replay.get_replay_topk(logits, self.topk, None, None, own)
-        )[1]
+        experts = (own() if replay is None else replay.choose(ranked, own, limited=self.groups is not None))[1]
         chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, experts, True)
+        self._apply_expert_bias(chosen)
 
         def ordinary(logits: Tensor) -> Tensor:
-            if normalized:
+            if is_sigmoid:
+                gates = logits.sigmoid() * chosen
+                return gates / (gates.sum(-1, keepdim=True) + 1e-20) if self.normalizes else gates
+            if self.normalizes:
                 return logits.masked_fill(~chosen, float("-inf")).softmax(-1)
             return logits.softmax(-1) * chosen
 
-        exact = operators.expert_gates(logits, experts, normalized)
-        return _with_gradient_of(exact, ordinary, logits), chosen
+        exact = operators.expert_gates(scores, experts, self.normalizes, self.score_function)
+        return _with_gradient_of(exact, ordinary, logits) * self.factor, chosen
 
 
 class ExactMixture(MoELayer):
-    """A mixture of experts on one rank, which adds up each token's experts in the order of their numbers."""
+    """A mixture of experts on one rank, which adds up each token's experts in the order of their numbers.
+
+    Attributes:
+        factor: of the sum; 1 where the gates have it.
+    """
+
+    factor: float
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[t, 1, h] -> the same, and no bias."""
@@ -167,7 +212,8 @@ class ExactMixture(MoELayer):
             # Experts without tokens take part with none: their gradient is zero, not missing.
             output, _bias = expert(rows.index_select(0, taken), gates[:, number].index_select(0, taken))
             out = out.index_add(0, taken, output)
-        return out.view(hidden_states.shape), None
+        out = out.view(hidden_states.shape) * self.factor
+        return out if self.shared_experts is None else out + self.shared_experts(hidden_states), None
 
 
 class ExactRotaryTable:
@@ -210,6 +256,43 @@ class ExactAttention(PackedAttention):
         return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
 
 
+class ExactLatentAttention(LatentAttention):
+    """Attention over the latent vectors themselves, which is what an engine keeps of the past.
+
+    score = q_plain (W_key c) + q_turned k_turned = (W_key^T q_plain) c + q_turned k_turned, and the values' sum is
+    W_value of the sum of latents c: a head's own keys and values are never made. The gradient is that of the ordinary
+    way, which makes them.
+    """
+
+    def _attended(
+        self, query: Tensor, latent: Tensor, turned: Tensor, packed: LocalPackedSequences | None, **_: Tensor
+    ) -> Tensor:
+        assert packed is not None
+        ordinary = super()._attended
+        with torch.no_grad():
+            exact = self._exact(query, latent, turned, packed)
+        inputs = query, latent, turned, self.linear_kv_up_proj.weight
+        return _with_gradient_of(exact, lambda q, c, k, _up: ordinary(q, c, k, packed), *inputs)
+
+    def _exact(self, query: Tensor, latent: Tensor, turned: Tensor, packed: LocalPackedSequences) -> Tensor:
+        """[t, 1, heads x value_dim], for what ``_attended`` is given."""
+        count, rank = query.size(0), self.sizes.key_value_rank
+        plain, own = query.view(count, -1, self.plain + self.rotated).split([self.plain, self.rotated], -1)
+        own, shared = (self._turned(x, packed) for x in (own, turned))
+        up = self.linear_kv_up_proj.weight.view(-1, self.plain + self.sizes.value_dim, rank)
+        of_keys, of_values = up.split([self.plain, self.sizes.value_dim], 1)
+        read = torch.cat([operators.linear_of_heads(plain, of_keys.transpose(1, 2)), own], -1)
+        kept = torch.cat([latent, shared], -1)
+        places, scale = _key_places(packed, count), self.core_attention.scale
+        summed = operators.attention(read, kept, kept, *places, scale, width=rank)
+        return operators.linear_of_heads(summed, of_values).view(count, 1, -1)
+
+    def _turned(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
+        """``x`` [t, heads, r] at its positions, its features in the checkpoint's order."""
+        found = self.core_attention._rotated(self._in_halves(x), packed)
+        return found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.sizes.interleaved else found
+
+
 def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where the keys of each of the stream's ``count`` tokens lie; see ``SharedPrefixes.key_places``."""
     if packed.tree is not None:
@@ -229,6 +312,9 @@ _EXACT: dict[type[Any], type[Any]] = {
     TopKRouter: ExactRouter,
     MoELayer: ExactMixture,
     PackedAttention: ExactAttention,
+    LatentAttention: ExactLatentAttention,
+    ReplicatedLinear: ExactReplicatedLinear,
+    SharedExpertMLP: ExactSharedExperts,
 }
 
 
@@ -255,14 +341,43 @@ def place(
             if exchanged & _operators_of(name, module):
                 module.__class__ = _EXACT[type(module)]
             if isinstance(module, ExactAttention):
-                module.exact_operators = exchanged
+                # Inside latent attention it is the ordinary way, whose gradient is taken.
+                module.exact_operators = exchanged - {"attention"} if architecture.latent else exchanged
+            if isinstance(module, ExactRouter):
+                _set_router(module, architecture)
+                module.factor = 1.0 if "experts" in exchanged else architecture.routed_scaling_factor
+            if isinstance(module, ExactMixture):
+                module.factor = architecture.routed_scaling_factor if "router" in exchanged else 1.0
         chunk.exact = "head" in exchanged
         if "rotary" in exchanged:
             chunk._rotary_table = ExactRotaryTable(inverse_frequencies(architecture).tolist())
 
 
-_LINEAR = {"linear_qkv": "qkv", "linear_proj": "attention_output", "linear_fc1": "mlp_up", "linear_fc2": "mlp_down"}
-_KINDS = {RMSNorm: {"norm"}, SwiGLUMLP: {"activation"}, TopKRouter: {"router"}, MoELayer: {"experts"}}
+def _set_router(router: ExactRouter, architecture: Architecture) -> None:
+    router.groups = architecture.router_groups
+    router.of_a_group = 1 if architecture.router_group_score == "best" else 2
+    is_sigmoid = router.score_function == "sigmoid"
+    router.normalizes = architecture.norm_topk_prob if is_sigmoid else not router.config.moe_router_pre_softmax
+
+
+_LINEAR = {
+    "linear_qkv": "qkv",
+    "linear_q_proj": "qkv",
+    "linear_q_down_proj": "qkv",
+    "linear_q_up_proj": "qkv",
+    "linear_kv_down_proj": "qkv",
+    "linear_proj": "attention_output",
+    "linear_fc1": "mlp_up",
+    "linear_fc2": "mlp_down",
+}
+_KINDS = {
+    RMSNorm: {"norm"},
+    SwiGLUMLP: {"activation"},
+    SharedExpertMLP: {"activation"},
+    TopKRouter: {"router"},
+    MoELayer: {"experts"},
+    LatentAttention: {"attention"},
+}
 
 
 def _operators_of(name: str, module: Any) -> set[str]:

@@ -100,14 +100,11 @@ class LatentAttention(MegatronModule):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Output [t, 1, h] and bias, for the packed hidden states [t, 1, h]."""
-        latent = self._query_latent(hidden_states)
-        query, key, value = self._queries(latent), *self._keys_and_values(hidden_states)
-        # Attention wants heads of one size; zeros change neither a score nor what is cut off again.
-        size = max(query.size(-1), value.size(-1))
-        query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
-        read = {"hidden_states": hidden_states, "query_latent": latent} if self.is_sparse else {}
-        out = self.core_attention(query, key, value, packed_seq_params=packed_seq_params, **read)
-        out = out.unflatten(-1, (-1, size))[..., : self.sizes.value_dim].flatten(-2)
+        query_latent = self._query_latent(hidden_states)
+        query, _ = (self.linear_q_proj if self.sizes.query_rank is None else self.linear_q_up_proj)(query_latent)
+        latent, turned = self.linear_kv_down_proj(hidden_states).split([self.sizes.key_value_rank, self.rotated], -1)
+        read = {"hidden_states": hidden_states, "query_latent": query_latent} if self.is_sparse else {}
+        out = self._attended(query, self.kv_layernorm(latent), turned, packed_seq_params, **read)
         found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return found
 
@@ -118,16 +115,30 @@ class LatentAttention(MegatronModule):
         latent: Tensor = self.q_layernorm(self.linear_q_down_proj(hidden_states))
         return latent
 
-    def _queries(self, latent: Tensor) -> Tensor:
-        """[t, 1, heads / TP, d], the rotated features first."""
-        query, _ = (self.linear_q_proj if self.sizes.query_rank is None else self.linear_q_up_proj)(latent)
-        plain, turned = query.unflatten(-1, (-1, self.plain + self.rotated)).split([self.plain, self.rotated], -1)
-        return torch.cat([self._in_halves(turned), plain], -1)
+    def _attended(
+        self, query: Tensor, latent: Tensor, turned: Tensor, packed: LocalPackedSequences | None, **read: Tensor
+    ) -> Tensor:
+        """What the heads read, [t, 1, heads / TP x value_dim].
 
-    def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        Args:
+            query: [t, 1, heads / TP x d].
+            latent: of keys and values, normalised, [t, 1, key_value_rank].
+            turned: the key features that positions rotate, which all heads share, [t, 1, rotated].
+            read: what ``SparseAttention`` chooses keys by.
+        """
+        key, value = self._keys_and_values(latent, turned)
+        plain, own = query.unflatten(-1, (-1, self.plain + self.rotated)).split([self.plain, self.rotated], -1)
+        query = torch.cat([self._in_halves(own), plain], -1)
+        # Attention wants heads of one size; zeros change neither a score nor what is cut off again.
+        size = max(query.size(-1), value.size(-1))
+        query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
+        out = self.core_attention(query, key, value, packed_seq_params=packed, **read)
+        attended: Tensor = out.unflatten(-1, (-1, size))[..., : self.sizes.value_dim].flatten(-2)
+        return attended
+
+    def _keys_and_values(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         """[t, 1, heads / TP, d] keys, the rotated features first, and [t, 1, heads / TP, value_dim] values."""
-        latent, turned = self.linear_kv_down_proj(hidden_states).split([self.sizes.key_value_rank, self.rotated], -1)
-        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        both, _ = self.linear_kv_up_proj(latent)
         plain, value = both.unflatten(-1, (-1, self.plain + self.sizes.value_dim)).split(
             [self.plain, self.sizes.value_dim], -1
         )

@@ -14,11 +14,15 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megatron_retool.admission import requests as admission_requests
 from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.requests import shrunk_config
+from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, EngineConfig, LearnerConfig
 from megatron_retool.config.rollout import SamplingConfig
 from megatron_retool.exact.coverage import OPERATORS
+from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
@@ -168,10 +172,30 @@ def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
+def save_tiny_model(family: str, changes: dict[str, Any], dtype: str, directory: Path) -> int:
+    """A model of the family with three small layers, or a shrunk published one; its vocabulary's size."""
+    if family in MODELS:
+        config = shrunk_config(admission_requests.Request(family, MODELS[family], layers=3))
+        config |= {"max_position_embeddings": 512, "dtype": dtype, **changes}
+        save_model(random_model(config).to(getattr(torch, dtype)), directory, config)
+        return int(config["vocab_size"])
+    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **changes)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return int(model.config.vocab_size)
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+"""Sizes that SGLang's runner on a CPU takes."""
+
+
 @pytest.mark.parametrize(
     ("family", "dtype", "changes"),
     [
         ("qwen2", "bfloat16", {}),
+        ("deepseek-v2-lite", "bfloat16", SIZES),
+        ("deepseek-v2", "float32", SIZES),
+        ("deepseek-v3", "bfloat16", SIZES),
+        ("glm-4.5", "bfloat16", SIZES),
         ("qwen3", "float32", {"rope_parameters": YARN}),
         ("qwen3_moe", "bfloat16", {}),
         ("mixtral", "float32", {}),
@@ -179,8 +203,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
     ],
 )
 def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **changes)
-    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    vocab_size = save_tiny_model(family, changes, dtype, tmp_path / "model")
     config = EngineConfig(
         device="cpu",
         dtype=dtype,
@@ -189,7 +212,7 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, 
         extra_args=["--chunked-prefill-size", "16"],
     )
     with exact_server(config, tmp_path) as server:
-        texts, prefills = asyncio.run(play(server.base_url, model.config.vocab_size))
+        texts, prefills = asyncio.run(play(server.base_url, vocab_size))
     found = run_ranks(learn, 1, tmp_path / "ranks", tmp_path / "model", dtype, texts)
     batch = batch_of(texts)
     sampled = batch.loss_mask

@@ -102,6 +102,52 @@ def test_log_softmax_and_experts(rows: int, size: int, seed: int) -> None:
         assert (gates.double() - expected * chosen).abs().max() < 1e-6
 
 
+@settings(max_examples=30, deadline=None)
+@given(ROWS, st.integers(0, 1000), st.sampled_from([(1, 1), (4, 2), (2, 1)]), st.sampled_from([1, 2]))
+def test_experts_of_the_best_groups(rows: int, seed: int, groups: tuple[int, int], of_a_group: int) -> None:
+    number, kept = groups
+    logits = 4 * normal((rows, 16), torch.float32, seed)
+    scores = operators.sigmoid(logits)
+    assert (scores.double() - logits.double().sigmoid()).abs().max() < 1e-6
+    assert torch.equal(scores[-1:], operators.sigmoid(logits[-1:]))
+    experts = operators.top_experts(scores, 3, groups, of_a_group)
+    worth = scores.unflatten(1, (number, -1)).topk(of_a_group, dim=-1).values.sum(-1)
+    open_groups = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, worth.topk(kept, dim=1).indices, True)
+    allowed = scores.masked_fill(~open_groups.repeat_interleave(16 // number, 1), -torch.inf)
+    assert torch.equal(experts, allowed.topk(3, dim=1).indices)
+    chosen = scores.gather(1, experts).double()
+    for normalized in (False, True):
+        gates = operators.expert_gates(scores, experts, normalized, "sigmoid").gather(1, experts)
+        expected = chosen / chosen.sum(-1, keepdim=True) if normalized else chosen
+        assert (gates.double() - expected).abs().max() < 1e-6
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), DTYPES, st.integers(0, 1000))
+def test_attention_over_latents_is_that_over_each_heads_keys(length: int, dtype: torch.dtype, seed: int) -> None:
+    heads, rank, turned, plain, width, scale = 3, 20, 8, 12, 10, 0.2
+    query, own = (normal((length, heads, size), dtype, seed + i) for i, size in enumerate((plain, turned)))
+    latent, shared = (normal((length, 1, size), dtype, seed + 2 + i) for i, size in enumerate((rank, turned)))
+    of_keys, of_values = (normal((heads, size, rank), dtype, seed + 4 + i) / 4 for i, size in enumerate((plain, width)))
+
+    def attended(rows: slice) -> torch.Tensor:
+        read = torch.cat([operators.linear_of_heads(query[rows], of_keys.transpose(1, 2)), own[rows]], -1)
+        kept, places = torch.cat([latent, shared], -1), torch.arange(length)
+        counts = places[rows] + 1
+        summed = operators.attention(read, kept, kept, places, torch.zeros_like(counts), counts, scale, width=rank)
+        return operators.linear_of_heads(summed, of_values)
+
+    whole = attended(slice(None))
+    assert torch.equal(whole[-1:], attended(slice(length - 1, length)))
+    key = torch.einsum("tgr,hkr->thk", latent.double(), of_keys.double())
+    value = torch.einsum("tgr,hvr->thv", latent.double(), of_values.double())
+    keys = torch.cat([key, shared.double().expand(-1, heads, -1)], -1)
+    wide = [x.transpose(0, 1)[None] for x in (torch.cat([query, own], -1).double(), keys, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=scale)
+    bound = 20 * BOUNDS[dtype] * expected.abs().max().clamp(min=1.0)
+    assert (whole.double() - expected[0].transpose(0, 1)).abs().max() < bound
+
+
 def test_equal_logits_take_the_first_experts() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
     assert operators.top_experts(logits, 2).tolist() == [[1, 2]]
@@ -115,6 +161,14 @@ def test_the_rotation_is_torchs() -> None:
     wide_cos, wide_sin = cos[:, None], sin[:, None]
     expected = torch.cat([first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin, x[..., 12:]], -1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_neighbours_rotate_as_halves_do() -> None:
+    x = normal((5, 2, 8), torch.float32, 1)
+    cos, sin = (table[1:6] for table in operators.rotary_table([1.0, 0.5, 0.1, 0.01], 6))
+    halves = operators.rotate(torch.cat([x[..., ::2], x[..., 1::2]], -1), cos, sin)
+    found = operators.rotate_pairs(x, cos, sin)
+    assert torch.equal(found[..., ::2], halves[..., :4]) and torch.equal(found[..., 1::2], halves[..., 4:])
 
 
 @pytest.mark.parametrize("start", [-87.5, -30.0, -1.0])

@@ -10,6 +10,9 @@ from conversion.model.architecture import Architecture
 from megatron_retool.admission import parity
 from megatron_retool.admission.layouts import Case
 from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.requests import Request, shrunk_config
+from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.planning.models import MODELS
 from tests.learner.tiny_models import hf_model
 
 CASES = [
@@ -24,11 +27,14 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
     return {case.name: parity.compare(case, directory) for case in cases}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "deepseek-v2", "deepseek-v3", "glm-4.5"])
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    model = hf_model(family, num_hidden_layers=2)
-    model.save_pretrained(directory)
+    if family in MODELS:
+        model = random_model(shrunk_config(Request(family, MODELS[family], layers=2)))
+    else:
+        model = hf_model(family, num_hidden_layers=2)
+    save_model(model, directory)
     parity.write_reference(model, Architecture.from_pretrained(directory), directory)
     found = run_ranks(compare, 1, tmp_path / "one", CASES, directory)
     found |= run_ranks(compare, 2, tmp_path / "two", TWO_RANKS, directory)

@@ -16,6 +16,7 @@ import torch
 from megatron_retool.exact import operators
 
 _LAYERS = "sglang.srt.layers."
+_DEEPSEEK = "sglang.srt.models.deepseek_v2."
 VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 
 
@@ -40,9 +41,14 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     attention = "attention.torch_native_backend.TorchNativeAttnBackend."
+    latent = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
+    rotary = "rotary_embedding."
     hooks: dict[str, tuple[tuple[str, Any], ...]] = {
         "norm": (("layernorm.RMSNorm.forward_native", rms_norm),),
-        "rotary": (("rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding),),
+        "rotary": (
+            (rotary + "base.RotaryEmbedding.forward_native", rotary_embedding),
+            (rotary + "rope_variant.DeepseekScalingRotaryEmbedding.forward_native", rotary_embedding),
+        ),
         "attention": (
             (attention + "_run_sdpa_forward_decode", decode_attention),
             (attention + "_run_sdpa_forward_extend", extend_attention),
@@ -55,8 +61,18 @@ def register() -> None:
     for operator in exchanged() & hooks.keys():
         for target, hook in hooks[operator]:
             HookRegistry.register(_LAYERS + target, hook, HookType.REPLACE)
+    if "attention" in exchanged():
+        for name in ("prepare", "core"):
+            HookRegistry.register(f"{latent}forward_absorb_{name}", with_exact_products, HookType.AROUND)
+        HookRegistry.register(
+            _DEEPSEEK + "DeepseekV2AttentionMLA.dispatch_attn_forward_method", read_latents, HookType.AROUND
+        )
+    if "router" in exchanged():
+        for gate in (_DEEPSEEK + "MoEGate", "sglang.srt.models.glm4_moe.Glm4MoeGate"):
+            HookRegistry.register(f"{gate}.forward", router_logits, HookType.REPLACE)
     HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
-    HookRegistry.register(_LAYERS + "linear.RowParallelLinear.__init__", note_operator, HookType.AROUND)
+    for name in ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"):
+        HookRegistry.register(f"{_LAYERS}linear.{name}.__init__", note_operator, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
     if "head" in exchanged():
         HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
@@ -108,33 +124,43 @@ def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
 def rotary_embedding(
     rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``query`` and ``key`` [tokens, heads * head size]."""
+    """``query`` and ``key`` [tokens, heads * head size], or [tokens, heads, head size]."""
     longest = int(positions.max()) + 1
     if not _tables or len(_tables[0]) < longest:
         _tables[:] = operators.rotary_table(_settings()["frequencies"], max(256, 2 * longest))
     cos, sin = (table[positions] for table in _tables)
+    rotate = operators.rotate if rotary.is_neox_style else operators.rotate_pairs
     first, second = (
-        operators.rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
+        rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
     )
     return first, second
 
 
 def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A layer's product with its weight, and its bias."""
-    if _linear_operator(layer) not in exchanged():
+    if getattr(layer, "exact_operator", "mlp_up") not in exchanged():
         return original(method, layer, x, bias)  # type: ignore[no-any-return]
     return operators.linear(x, layer.weight, bias)
 
 
+_OPERATORS_OF_LAYERS = {
+    "QKVParallelLinear": "qkv",
+    "ReplicatedLinear": "router",
+    "RowParallelLinear": "mlp_down",
+    "o_proj": "attention_output",
+    "q_proj": "qkv",
+    "q_b_proj": "qkv",
+    "kv_a_proj_with_mqa": "qkv",
+    "fused_qkv_a_proj_with_mqa": "qkv",
+}
+"""By a layer's class, and by its name where that says more; any other is "mlp_up"."""
+
+
 def note_operator(original: Any, layer: Any, *arguments: Any, prefix: str = "", **kwargs: Any) -> None:
-    """Remember of a new row-parallel layer whether attention or the MLP ends with it."""
+    """Remember of a new linear layer what it is for."""
     original(layer, *arguments, prefix=prefix, **kwargs)
-    layer.exact_operator = "attention_output" if prefix.endswith("o_proj") else "mlp_down"
-
-
-def _linear_operator(layer: Any) -> str:
-    kinds = {"QKVParallelLinear": "qkv", "ReplicatedLinear": "router"}
-    return getattr(layer, "exact_operator", None) or kinds.get(type(layer).__name__, "mlp_up")
+    known = (_OPERATORS_OF_LAYERS.get(name) for name in (prefix.rpartition(".")[2], type(layer).__name__))
+    layer.exact_operator = next(filter(None, known), "mlp_up")
 
 
 def logits(processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
@@ -142,14 +168,50 @@ def logits(processor: Any, hidden: torch.Tensor, head: Any, bias: torch.Tensor |
     return operators.linear(hidden, head.weight, bias, torch.float32)
 
 
+def read_latents(original: Any, attention: Any, *arguments: Any) -> Any:
+    """Have latent attention read the latents in prefills too, where it would make each head's keys and values."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    original(attention, *arguments)
+    return AttnForwardMethod.MLA
+
+
+def with_exact_products(original: Any, attention: Any, *arguments: Any, **kwargs: Any) -> Any:
+    """Latent attention's products of heads with matrices of their own, for which SGLang calls torch.bmm."""
+    ordinary, torch.bmm = torch.bmm, products_of_heads
+    try:
+        return original(attention, *arguments, **kwargs)
+    finally:
+        torch.bmm = ordinary
+
+
+def products_of_heads(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[heads, rows, K] times [heads, K, N]."""
+    found = operators.linear_of_heads(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    return found if out is None else out.copy_(found)
+
+
+def router_logits(gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """[rows, experts] in the model's dtype, as other families' routers give them; for sigmoids in float32."""
+    sigmoids = getattr(gate, "e_score_correction_bias", None) is not None
+    return operators.linear(hidden_states, gate.weight, dtype=torch.float32 if sigmoids else None)
+
+
 def choose_experts(chooser: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> Any:
     """The experts of each token and their gates."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput, capture_routed_experts_if_allowed
 
     settings = chooser.topk_config
+    # With a bias SGLang takes sigmoids, whatever its setting says.
+    kind = settings.scoring_func if settings.correction_bias is None else "sigmoid"
     router_logits = router_logits.float()
-    chosen = operators.top_experts(router_logits, settings.top_k)
-    gates = operators.expert_gates(router_logits, chosen, settings.renormalize).gather(1, chosen)
+    scores = operators.sigmoid(router_logits) if kind == "sigmoid" else router_logits
+    ranked = scores if settings.correction_bias is None else scores + settings.correction_bias
+    groups = (settings.num_expert_group, settings.topk_group) if settings.use_grouped_topk else None
+    chosen = operators.top_experts(
+        ranked, settings.top_k, groups, of_a_group=1 if settings.correction_bias is None else 2
+    )
+    gates = operators.expert_gates(scores, chosen, settings.renormalize, kind).gather(1, chosen)
     capture_routed_experts_if_allowed(settings, chooser.layer_id, chosen.int())
     return StandardTopKOutput(gates, chosen.int(), router_logits)
 
@@ -183,9 +245,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """One new token of each request against its cache. ``query`` and ``output`` [requests, heads, head size]."""
     starts = req_pool_indices.long() * req_to_token.size(1)
-    return output.copy_(
-        operators.attention(query, k_cache, v_cache, req_to_token, starts, seq_lens, _settings()["scale"])
-    )
+    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, seq_lens))
 
 
 def extend_attention(
@@ -210,6 +270,10 @@ def extend_attention(
     starts = (req_pool_indices.long() * req_to_token.size(1)).repeat_interleave(extend_lens)
     first = (extend_lens.cumsum(0) - extend_lens).repeat_interleave(extend_lens)
     counts = prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts)) - first + 1
-    return output.copy_(
-        operators.attention(query, k_cache, v_cache, req_to_token, starts, counts, _settings()["scale"])
-    )
+    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, counts))
+
+
+def _attended(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
+    # Of latents the values are the keys' first features, and a view of them: an array would be a copy of the cache.
+    values = k_cache if v_cache.data_ptr() == k_cache.data_ptr() else v_cache
+    return operators.attention(query, k_cache, values, *places, _settings()["scale"], width=v_cache.size(-1))
