@@ -212,6 +212,15 @@ STEPS = (
         needs=("reference",),
     ),
     DoctorStep(
+        "engine_operators",
+        ENGINE,
+        "SGLang's operators against the learner's on the same numbers, and whether a row depends on its neighbours",
+        "megatron_retool.doctor.equality_steps:engine_operators",
+        "matrix products and log-softmax are the same operations on both sides (docs/mismatch.md): another Triton or "
+        "another kernel was taken than the pinned one; " + _INSTALL,
+        timeout_seconds=600,
+    ),
+    DoctorStep(
         "engine",
         ENGINE,
         "SGLang starts, with a mixture of experts, and generates",

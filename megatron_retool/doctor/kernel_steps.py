@@ -97,7 +97,7 @@ def torch_kernels(session: DoctorSession) -> list[StepFigure]:
 def transformer_engine(session: DoctorSession) -> list[StepFigure]:
     """The layers that Megatron-Core builds a model of."""
     session.need_gpus(1, "Transformer Engine")
-    _need("transformer_engine", "transformer-engine")
+    need("transformer_engine", "transformer-engine")
     import transformer_engine.pytorch as te
 
     found, dtype = Comparison(session.device), torch.bfloat16
@@ -149,7 +149,7 @@ def transformer_engine(session: DoctorSession) -> list[StepFigure]:
 def flash_attn(session: DoctorSession) -> list[StepFigure]:
     """flash-attn's packed causal attention against float64."""
     session.need_gpus(1, "flash-attn")
-    _need("flash_attn", "flash-attn")
+    need("flash_attn", "flash-attn")
     from flash_attn import flash_attn_varlen_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
@@ -164,7 +164,7 @@ def flash_attn(session: DoctorSession) -> list[StepFigure]:
 def apex(session: DoctorSession) -> list[StepFigure]:
     """Apex's fused weight gradient, which adds to a float32 buffer, against float64."""
     session.need_gpus(1, "Apex")
-    _need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
+    need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
     import fused_weight_gradient_mlp_cuda
 
     found = Comparison(session.device)
@@ -180,7 +180,8 @@ def apex(session: DoctorSession) -> list[StepFigure]:
     return found.figures
 
 
-def _need(module: str, package: str) -> None:
+def need(module: str, package: str) -> None:
+    """Raise Skipped where the package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise Skipped(f"{package} is not installed")
 
@@ -190,7 +191,8 @@ def _normed(hidden: Tensor) -> Tensor:
     return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _packed(found: Comparison, dtype: torch.dtype) -> list[Tensor]:
+def packed_heads(found: Comparison, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values of TOKENS tokens: [TOKENS, heads, HEAD_DIM] each."""
     return [found.random(TOKENS, heads, HEAD_DIM, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS)]
 
 
@@ -198,7 +200,7 @@ def _check_packed_attention(
     found: Comparison, name: str, attend: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 ) -> None:
     """``attend(query, key, value, cu_seqlens, longest)`` of LENGTHS, in bfloat16."""
-    query, key, value = _packed(found, torch.bfloat16)
+    query, key, value = packed_heads(found, torch.bfloat16)
     places = torch.tensor(boundaries(), dtype=torch.int32, device=found.device)
     found.check(
         name,

@@ -52,12 +52,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As ``rotate``, of the features k and k + 1 where that rotates k and k + d / 2."""
-    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
 def linear_of_heads(x: Tensor, weight: Tensor) -> Tensor:
     """Each head's product with a matrix of its own: [rows, heads, K], [heads, N, K] -> [rows, heads, N]."""
     return torch.stack([linear(rows, matrix) for rows, matrix in zip(x.unbind(1), weight, strict=True)], dim=1)

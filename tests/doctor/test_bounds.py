@@ -80,7 +80,7 @@ def test_a_kernel_that_is_wrong_or_raises_does_not_hold():
 
 def test_plain_attention_sees_its_own_sequence_alone():
     found = kernel_steps.Comparison("cpu")
-    query, key, value = kernel_steps._packed(found, torch.float32)
+    query, key, value = kernel_steps.packed_heads(found, torch.float32)
     before = kernel_steps.packed_attention(query, key, value)
     edges = kernel_steps.boundaries()
     value[edges[1] : edges[1] + 1] += 1

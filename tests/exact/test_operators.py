@@ -163,14 +163,6 @@ def test_the_rotation_is_torchs() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_neighbours_rotate_as_halves_do() -> None:
-    x = normal((5, 2, 8), torch.float32, 1)
-    cos, sin = (table[1:6] for table in operators.rotary_table([1.0, 0.5, 0.1, 0.01], 6))
-    halves = operators.rotate(torch.cat([x[..., ::2], x[..., 1::2]], -1), cos, sin)
-    found = operators.rotate_pairs(x, cos, sin)
-    assert torch.equal(found[..., ::2], halves[..., :4]) and torch.equal(found[..., 1::2], halves[..., 4:])
-
-
 @pytest.mark.parametrize("start", [-87.5, -30.0, -1.0])
 def test_the_exponential_is_right_to_a_unit_in_the_last_place(start: float) -> None:
     x = np.linspace(start, min(0.0, start + 30), 100_001).astype(np.float32)

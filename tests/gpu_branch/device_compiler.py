@@ -9,6 +9,7 @@ wrote in Triton are compiled where they would be launched, for the arguments of 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,19 @@ class Kernel:
         name: that Triton gave it.
         code_bytes: of its machine code.
         shared_bytes: of shared memory that each of its blocks takes.
+        arithmetic: its floating-point instructions (PTX), in their order.
     """
 
     name: str
     code_bytes: int
     shared_bytes: int
+    arithmetic: tuple[str, ...] = ()
 
+
+_ARITHMETIC = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?((?:wgmma\.mma|mma\.sync|(?:add|sub|mul|fma|div|ex2|lg2|sqrt|rsqrt|max|min|cvt)\.)[\w.:]*)",
+    re.M,
+)
 
 _compiled: list[Kernel] = []
 
@@ -66,7 +74,9 @@ def compile_launches(capability: tuple[int, int]) -> None:
     def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             made = make(*args, **kwargs)
-            _compiled.append(Kernel(made.metadata.name, len(made.asm["cubin"]), made.metadata.shared))
+            found = _ARITHMETIC.findall(made.asm["ptx"])
+            arithmetic = tuple(each for each in found if "mma" in each or "f32" in each or "bf16" in each)
+            _compiled.append(Kernel(made.metadata.name, len(made.asm["cubin"]), made.metadata.shared, arithmetic))
             return made
 
         return kernel

@@ -129,11 +129,17 @@ def rotary_embedding(
     if not _tables or len(_tables[0]) < longest:
         _tables[:] = operators.rotary_table(_settings()["frequencies"], max(256, 2 * longest))
     cos, sin = (table[positions] for table in _tables)
-    rotate = operators.rotate if rotary.is_neox_style else operators.rotate_pairs
+    rotate = operators.rotate if rotary.is_neox_style else _rotate_neighbours
     first, second = (
         rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
     )
     return first, second
+
+
+def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As ``operators.rotate``, of the features k and k + 1 where that rotates k and k + d / 2."""
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return operators.rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
