@@ -108,8 +108,7 @@ def top_experts(scores: Tensor, count: int, groups: tuple[int, int] | None = Non
     if groups is not None:
         number, kept = groups
         members = scores.unflatten(-1, (number, -1))
-        best = members.sort(dim=-1, descending=True).values
-        worth = best[..., 0] if of_a_group == 1 else best[..., 0] + best[..., 1]
+        worth = members.sort(dim=-1, descending=True).values[..., :of_a_group].sum(-1)
         closed = torch.ones(worth.shape, dtype=torch.bool).scatter_(1, top_experts(worth, kept), False)
         scores = members.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]
