@@ -35,8 +35,6 @@ def missing_operators(architecture: Architecture) -> list[str]:
         f"the activation {architecture.activation}": architecture.activation != "silu",
         "biases of the MLP": architecture.linear_bias,
         "zero-centered norms": architecture.zero_centered_norm,
-        "norms over all heads": architecture.qk_norm_full_width,
-        "norms after a layer": architecture.post_norm or not architecture.pre_norm,
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,
         "positions that rotate neighbouring features": architecture.rotary_pairs,

@@ -32,6 +32,7 @@ from megatron_retool.learner.attention import (
     rotary_embedding,
 )
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
+from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
 from megatron_retool.learner.precision import Acceleration
 
 
@@ -102,6 +103,17 @@ class ExactRMSNorm(RMSNorm):
         eps = float(self.eps or 0.0)
         exact = operators.rms_norm(x, self.weight, eps)
         return _with_gradient_of(exact, lambda x, weight: rms_norm(x, weight, eps, False), x, self.weight)
+
+
+class ExactFullWidthRMSNorm(FullWidthRMSNorm):
+    """On one tensor-parallel rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``FullWidthRMSNorm.forward``."""
+        exact = operators.rms_norm(x.flatten(-2), self.weight, self.eps).view(x.shape)
+        return _with_gradient_of(
+            exact, lambda x, _weight: super(ExactFullWidthRMSNorm, self).forward(x), x, self.weight
+        )
 
 
 def _silu_and_multiply(x: Tensor) -> Tensor:
@@ -288,9 +300,9 @@ class ExactLatentAttention(LatentAttention):
         return operators.linear_of_heads(summed, of_values).view(count, 1, -1)
 
     def _turned(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
-        """``x`` [t, heads, r] at its positions, its features in the checkpoint's order."""
-        found = self.core_attention._rotated(self._in_halves(x), packed)
-        return found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.sizes.interleaved else found
+        """``x`` [t, heads, r] at its positions, the partners in halves."""
+        found: Tensor = self.core_attention._rotated(self._in_halves(x), packed)
+        return found
 
 
 def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,8 +318,12 @@ def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tenso
 _EXACT: dict[type[Any], type[Any]] = {
     ColumnParallelLinear: ExactColumnParallelLinear,
     RowParallelLinear: ExactRowParallelLinear,
+    PostNormSwiGLUMLP.output_layer: with_post_norm(ExactRowParallelLinear, RMSNorm),
     RMSNorm: ExactRMSNorm,
+    QueryNorm: ExactFullWidthRMSNorm,
+    KeyNorm: ExactFullWidthRMSNorm,
     SwiGLUMLP: ExactSwiGLUMLP,
+    PostNormSwiGLUMLP: ExactSwiGLUMLP,
     MLP: ExactExpert,
     TopKRouter: ExactRouter,
     MoELayer: ExactMixture,
@@ -372,7 +388,10 @@ _LINEAR = {
 }
 _KINDS = {
     RMSNorm: {"norm"},
+    QueryNorm: {"norm"},
+    KeyNorm: {"norm"},
     SwiGLUMLP: {"activation"},
+    PostNormSwiGLUMLP: {"activation"},
     SharedExpertMLP: {"activation"},
     TopKRouter: {"router"},
     MoELayer: {"experts"},

@@ -196,6 +196,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("deepseek-v2", "float32", SIZES),
         ("deepseek-v3", "bfloat16", SIZES),
         ("glm-4.5", "bfloat16", SIZES),
+        ("olmo-2-32b", "bfloat16", SIZES),
         ("qwen3", "float32", {"rope_parameters": YARN}),
         ("qwen3_moe", "bfloat16", {}),
         ("mixtral", "float32", {}),

@@ -27,7 +27,9 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
     return {case.name: parity.compare(case, directory) for case in cases}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "deepseek-v2", "deepseek-v3", "glm-4.5"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "qwen3_moe", "deepseek-v2", "deepseek-v3", "glm-4.5", "olmo-2-32b"]
+)
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     if family in MODELS:

@@ -45,6 +45,6 @@ def test_models() -> None:
             known.add(family)
         except ConfigError as error:
             refused[family] = str(error)
-    assert {"qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"} <= known
+    assert {"qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmo2", "olmoe"} <= known
     assert "sparse attention" in refused["deepseek_v32"] and "attention sinks" in refused["gpt_oss"]
     assert all("set it to none" in message for message in refused.values())

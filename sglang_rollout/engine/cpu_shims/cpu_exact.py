@@ -124,22 +124,22 @@ def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
 def rotary_embedding(
     rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``query`` and ``key`` [tokens, heads * head size], or [tokens, heads, head size]."""
+    """``query`` and ``key`` [tokens, heads * head size], or [tokens, heads, head size].
+
+    Where neighbours rotate together, they come out in halves, as the learner has them: scores add up in that order.
+    """
     longest = int(positions.max()) + 1
     if not _tables or len(_tables[0]) < longest:
         _tables[:] = operators.rotary_table(_settings()["frequencies"], max(256, 2 * longest))
     cos, sin = (table[positions] for table in _tables)
-    rotate = operators.rotate if rotary.is_neox_style else _rotate_neighbours
-    first, second = (
-        rotate(x.reshape(len(positions), -1, rotary.head_size), cos, sin).view(x.shape) for x in (query, key)
-    )
-    return first, second
 
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        heads = x.reshape(len(positions), -1, rotary.head_size)
+        if not rotary.is_neox_style:
+            heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return operators.rotate(heads, cos, sin).view(x.shape)
 
-def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As ``operators.rotate``, of the features k and k + 1 where that rotates k and k + d / 2."""
-    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return operators.rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return rotated(query), rotated(key)
 
 
 def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
