@@ -8,7 +8,6 @@ operations in the same order, RMSNorm is not.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.session import DoctorSession
 
 _EPSILON = 1e-6
-_DEEP_GEMM = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
-"""SGLang's matrix products are its Triton kernel's, as Megatron-Core's are, where it is 0."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ def engine_operators(session: DoctorSession) -> list[StepFigure]:
     session.need_gpus(1, "an engine's kernels")
     need("sglang", "sglang")
     need("transformer_engine", "transformer-engine")
-    os.environ[_DEEP_GEMM] = "0"
     figures = []
     for pair in operator_pairs(Comparison(session.device)):
         figures += measure(pair)
@@ -72,6 +68,8 @@ def operator_pairs(inputs: Comparison) -> list[OperatorPair]:
     from sglang.kernels.ops.activation import silu_and_mul
     from sglang.srt.batch_invariant_ops import batch_invariant_ops as engine
 
+    # As SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM=0 does before the import: Megatron-Core's kernel is Triton's too.
+    vars(engine)["_ENABLE_MM_DEEPGEMM"] = False
     dtype = torch.bfloat16
     hidden, gate_and_up = (inputs.random(TOKENS, size, dtype=dtype) for size in (HIDDEN, 2 * OUT))
     matrix, weight = inputs.random(OUT, HIDDEN, dtype=dtype).t(), inputs.random(HIDDEN, dtype=dtype)
