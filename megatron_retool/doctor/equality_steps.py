@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_retool.doctor.kernel_steps import (
-    GROUPS,
-    HEAD_DIM,
-    HEADS,
     HIDDEN,
     LENGTHS,
     OUT,
@@ -27,6 +24,7 @@ from megatron_retool.doctor.kernel_steps import (
     boundaries,
     need,
     packed_heads,
+    transformer_engine_attention,
 )
 from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.session import DoctorSession
@@ -141,14 +139,5 @@ def _attention(inputs: Comparison) -> list[StepFigure]:
         )
         return found
 
-    def packed() -> Tensor:
-        import transformer_engine.pytorch as te
-
-        attention = te.DotProductAttention(
-            HEADS, HEAD_DIM, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
-        )
-        sizes = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-        found: Tensor = attention(query, key, value, **sizes)
-        return found.view(query.shape)
-
-    return [StepFigure("attention: engine against learner", _apart(paged, packed))]
+    difference = _apart(paged, lambda: transformer_engine_attention(query, key, value, starts, longest))
+    return [StepFigure("attention: engine against learner", difference)]

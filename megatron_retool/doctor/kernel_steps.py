@@ -125,16 +125,7 @@ def transformer_engine(session: DoctorSession) -> list[StepFigure]:
         lambda: torch.cat([p.double() @ w.double().T for p, w in zip(hidden.split(splits), weights, strict=True)]),
         BF16,
     )
-    attention = te.DotProductAttention(
-        HEADS, HEAD_DIM, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
-    )
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
-        sizes = {"cu_seqlens_q": places, "cu_seqlens_kv": places, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-        output: Tensor = attention(query, key, value, **sizes)
-        return output.view(TOKENS, HEADS, HEAD_DIM)
-
-    _check_packed_attention(found, "DotProductAttention, packed", attend)
+    _check_packed_attention(found, "DotProductAttention, packed", transformer_engine_attention)
     kernel = attention_kernel()
     fused = StepFigure(f"fused attention ({kernel})", float(kernel != UNFUSED), at_least=1.0)
     found.check(
@@ -144,6 +135,18 @@ def transformer_engine(session: DoctorSession) -> list[StepFigure]:
         FP32,
     )
     return [StepFigure("transformer-engine", str(installed("transformer-engine"))), *found.figures, fused]
+
+
+def transformer_engine_attention(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
+    """Transformer Engine's packed causal attention, [TOKENS, HEADS, HEAD_DIM]; ``places`` are cu_seqlens."""
+    import transformer_engine.pytorch as te
+
+    attention = te.DotProductAttention(
+        HEADS, HEAD_DIM, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    sizes = {"cu_seqlens_q": places, "cu_seqlens_kv": places, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    output: Tensor = attention(query, key, value, **sizes)
+    return output.view(TOKENS, HEADS, HEAD_DIM)
 
 
 def flash_attn(session: DoctorSession) -> list[StepFigure]:

@@ -173,9 +173,8 @@ class ExactRouter(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """float32 [..., E]."""
-        if self.score_function == "sigmoid":
-            return _Linear.apply(input, self.weight, None, torch.float32)
-        return _Linear.apply(input, self.weight, None, None).float()
+        dtype = torch.float32 if self.score_function == "sigmoid" else None
+        return _Linear.apply(input, self.weight, None, dtype).float()
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Gates, float32 [t, E], and which experts are chosen, bool [t, E]."""

@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class _Driver:
         return torch.device("cuda", 0)
 
 
-def compile_launches(capability: tuple[int, int]) -> None:
-    """Let a launch of a kernel in Triton compile it, and no more."""
+def compile_launches(capability: tuple[int, int], cache: Path) -> None:
+    """Let a launch of a kernel in Triton compile it, and no more. What is compiled is kept in ``cache``."""
     import triton
     from triton.runtime import autotuner, driver, jit
 
@@ -81,6 +82,8 @@ def compile_launches(capability: tuple[int, int]) -> None:
 
         return kernel
 
+    torch.set_num_threads(1)
+    triton.knobs.cache.dir = str(cache)
     launch = jit.JITFunction.run
     jit.JITFunction.run = recorded(lambda *args, warmup, **kwargs: launch(*args, warmup=True, **kwargs))
     triton.compile = recorded(triton.compile)  # inductor's way
@@ -88,9 +91,9 @@ def compile_launches(capability: tuple[int, int]) -> None:
     driver.set_active(_Driver(capability))
 
 
-def install(capability: tuple[int, int]) -> None:
+def install(capability: tuple[int, int], cache: Path) -> None:
     """Let ``kernels_of`` work in this process; before inductor and what calls torch.compile are imported."""
-    compile_launches(capability)
+    compile_launches(capability, cache)
     properties = properties_of(capability)
     properties.shared_memory_per_multiprocessor = SHARED_BYTES[capability] + (1 << 10)
     answers = {

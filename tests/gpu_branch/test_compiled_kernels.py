@@ -26,7 +26,7 @@ from tests.learner.transformer_engine import kernels
 
 AMPERE, ADA, HOPPER, BLACKWELL = SHARED_BYTES
 TOKENS = 1000
-"""Of a micro-batch: no multiple of a block."""
+"""How many a micro-batch has; blocks of 128 do not divide them."""
 FUSED = "megatron.core.fusions.fused_bias_swiglu."
 EXPERT_BIAS = "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
@@ -59,14 +59,6 @@ PERMUTATION = {
 Compile = Callable[..., list[Kernel]]
 
 
-def _start(capability: tuple[int, int], triton_cache: Path) -> None:
-    torch.set_num_threads(1)
-    import triton
-
-    triton.knobs.cache.dir = str(triton_cache)
-    device_compiler.install(capability)
-
-
 @pytest.fixture(scope="module")
 def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """``compile_for(capability, function, *args)``: what ``function`` answers in a process that compiles for it."""
@@ -79,7 +71,7 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
                 executor = ProcessPoolExecutor(
                     1,
                     multiprocessing.get_context("spawn"),
-                    initializer=_start,
+                    initializer=device_compiler.install,
                     initargs=(capability, tmp_path_factory.mktemp("triton")),
                 )
                 started[capability] = until_the_end.enter_context(executor)
@@ -192,12 +184,8 @@ def test_tokens_per_expert(compile_for: Compile) -> None:
 
 
 def _start_with_engine(triton_cache: Path) -> None:
-    import triton
-
-    triton.knobs.cache.dir = str(triton_cache)
-    torch.set_num_threads(1)
     kernels.install(kernels.FOLDER)
-    device_compiler.compile_launches(HOPPER)
+    device_compiler.compile_launches(HOPPER, triton_cache)
     Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]  # which its checks ask for
 
 

@@ -23,25 +23,20 @@ from megatron_retool.doctor.kernel_steps import Comparison
 from sglang_rollout.engine.process import torchvision_directory
 from tests.gpu_branch import device_compiler
 from tests.gpu_branch.device_compiler import Kernel
-
-HOPPER = (9, 0)
-UNITS = 132
+from tests.gpu_branch.fake_device import HOPPER
 
 
 def _start(triton_cache: Path) -> None:
-    import triton
-
-    torch.set_num_threads(1)
-    triton.knobs.cache.dir = str(triton_cache)
-    device_compiler.install(HOPPER)
+    device_compiler.install(HOPPER, triton_cache)
     os.environ["SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"] = "0"
     sys.path.insert(0, str(torchvision_directory()))
     from megatron.core.transformer.custom_layers import batch_invariant_kernels as learner
     from sglang.srt.batch_invariant_ops import batch_invariant_ops as engine
 
     # Both divide a product among as many blocks as the GPU has multiprocessors.
-    learner.get_compute_units = lambda: UNITS
-    engine.get_device_core_count = lambda *_: UNITS
+    units = torch.cuda.get_device_properties().multi_processor_count
+    learner.get_compute_units = lambda: units
+    engine.get_device_core_count = lambda *_: units
 
 
 @pytest.fixture(scope="module")
