@@ -1,6 +1,6 @@
 """Equality of answers: this project's grader against math-verify alone, on labelled pairs.
 
-    python benchmarks/grader.py [--table tests/rewards/equal_answers.txt] [--limit 400]
+    python benchmarks/grader.py [--table tools/answer_equality/tests/equal_answers.txt] [--limit 400]
 
 Prints for both: share judged right, false positives, false negatives, median and worst milliseconds of a pair. The
 table has a truth a line, behind it " ;; =equal" and " ;; !unequal" predictions. math-verify is given both sides in a
@@ -57,7 +57,7 @@ def measure(name: str, judge: Callable[[str, str], bool], pairs: list[Pair]) -> 
 
 
 def main() -> None:
-    from megatron_retool.rewards.answers.equality import equivalent
+    from answer_equality.equality import equivalent
 
     default = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "equal_answers.txt"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

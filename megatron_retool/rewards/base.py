@@ -29,7 +29,7 @@ reward_functions: Registry[ScoreFunction] = Registry(
     "reward.function",
     takes=("data_source", "solution_str", "ground_truth", "extra_info"),
     built_in={
-        "math": "megatron_retool.rewards.math:compute_score",
+        "math": "answer_equality.score:compute_score",
         "deep_research": "megatron_retool.rewards.deep_research:compute_score",
         "deep_research_hermes": "megatron_retool.rewards.deep_research:compute_score_hermes",
         "reasoning_gym": "megatron_retool.rewards.reasoning_gym:compute_score",

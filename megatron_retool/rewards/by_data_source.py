@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from answer_equality import score
 from megatron_retool.errors import InputError
-from megatron_retool.rewards import math
 from megatron_retool.rewards.deep_research import normalize_text
 
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
@@ -65,7 +65,7 @@ def grader_of(data_source: str) -> Callable[..., dict[str, Any]] | None:
     if data_source in MATH or data_source in NUMINA:
         return _one_or_zero
     if data_source in DAPO or data_source.startswith("aime"):
-        return math.compute_score
+        return score.compute_score
     if data_source == "hiyouga/geometry3k":
         return _geometry
     return _search if data_source in SEARCH else None
@@ -82,22 +82,22 @@ def missing_grader(data_source: str) -> str:
 
 def _final_turn(solution: str, extra_info: dict[str, Any] | None) -> str:
     final_turn = (extra_info or {}).get("final_turn")
-    return final_turn if isinstance(final_turn, str) else math.final_assistant_turn(solution)
+    return final_turn if isinstance(final_turn, str) else score.final_assistant_turn(solution)
 
 
 def _gsm8k(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    prediction = math.hash_answer(_final_turn(solution, extra_info))
-    right = prediction is not None and bool(math.quick_verdict(prediction, truth))
+    prediction = score.hash_answer(_final_turn(solution, extra_info))
+    right = prediction is not None and bool(score.quick_verdict(prediction, truth))
     return {"score": float(right), "acc": float(right), "pred": prediction}
 
 
 def _one_or_zero(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    found = math.compute_score(data_source, solution, truth, extra_info)
+    found = score.compute_score(data_source, solution, truth, extra_info)
     return {**found, "score": found["acc"]}
 
 
 def _geometry(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    found = math.compute_score(data_source, solution, truth, extra_info)
+    found = score.compute_score(data_source, solution, truth, extra_info)
     formatted = _REASONING.fullmatch(_final_turn(solution, extra_info)) is not None
     return {**found, "score": 0.9 * found["acc"] + 0.1 * formatted, "format": formatted}
 

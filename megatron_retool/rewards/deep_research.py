@@ -16,7 +16,7 @@ import string
 from collections import Counter
 from typing import Any
 
-from megatron_retool.rewards.math import extract_answer
+from answer_equality.score import extract_answer
 
 BOTH_TOOLS_BONUS = 0.1
 _TAG = re.compile(r"<(/?)(think|search|python|result|answer)>")

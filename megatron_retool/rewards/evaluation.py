@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from answer_equality.score import canonical_answer
 from megatron_retool.rewards.base import extra_values
-from megatron_retool.rewards.math import canonical_answer
 from megatron_retool.trajectory import Trajectory
 
 FloatArray = npt.NDArray[np.float64]

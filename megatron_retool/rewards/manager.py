@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from answer_equality import score as math_reward
 from megatron_retool.config import ConfigError, RewardConfig
 from megatron_retool.registry import ExtensionError
-from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.by_data_source import grader_of, missing_grader
 from megatron_retool.rewards.judge import Judge

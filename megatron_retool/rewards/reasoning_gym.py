@@ -6,7 +6,7 @@ import json
 from functools import cache
 from typing import Any
 
-from megatron_retool.rewards.math import extract_answer, final_assistant_turn
+from answer_equality.score import extract_answer, final_assistant_turn
 
 
 def compute_score(

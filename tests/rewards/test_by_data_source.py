@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from answer_equality import score
 from megatron_retool.config import ConfigError, RewardConfig
-from megatron_retool.rewards import by_data_source, math
+from megatron_retool.rewards import by_data_source
 from megatron_retool.rewards.manager import check_data_sources
 
 
@@ -55,7 +56,7 @@ def test_a_source_without_a_grader_is_refused(source, words):
 
 
 def test_the_mathematical_grader_reads_gsm8ks_answers_in_its_rows_only():
-    assert math.compute_score("openai/gsm8k", "#### 72", "72")["score"] == 1.0
-    assert math.quick_score("gsm8k", "#### 71", "72", {})["score"] == -1.0
-    assert math.compute_score("openai/gsm8k", "#### 71 so \\boxed{72}", "72")["score"] == 1.0
-    assert math.compute_score("aime", "#### 72", "72")["score"] == -1.0
+    assert score.compute_score("openai/gsm8k", "#### 72", "72")["score"] == 1.0
+    assert score.quick_score("gsm8k", "#### 71", "72", {})["score"] == -1.0
+    assert score.compute_score("openai/gsm8k", "#### 71 so \\boxed{72}", "72")["score"] == 1.0
+    assert score.compute_score("aime", "#### 72", "72")["score"] == -1.0

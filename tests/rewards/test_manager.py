@@ -232,7 +232,7 @@ def test_a_function_that_does_not_load_stops_the_run_at_once(name, message):
         RewardManager(RewardConfig(function=name), Characters())
 
 
-@pytest.mark.parametrize("name", ["math", "megatron_retool.rewards.math:compute_score"])
+@pytest.mark.parametrize("name", ["math", "answer_equality.score:compute_score"])
 def test_keyword_arguments_that_a_function_does_not_have_stop_the_run_at_once(name):
     with pytest.raises(ConfigError, match="reward.function_kwargs.strict: compute_score has no parameter of that name"):
         RewardManager(RewardConfig(function=name, function_kwargs={"strict": True}), Characters())

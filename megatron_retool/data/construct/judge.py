@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from answer_equality.score import compute_score, extract_answer
 from megatron_retool.chat_endpoint import ChatReply
 from megatron_retool.config import CodeInterpreterConfig
 from megatron_retool.data.tagged_traces import Message, TracedCall, TraceError, conversation, parse_trace
-from megatron_retool.rewards.math import compute_score, extract_answer
 from megatron_retool.untrusted import without_surrogates
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
 from tools.code_interpreter.protocol import Outcome

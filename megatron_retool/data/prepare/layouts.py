@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from answer_equality.expressions import Text
+from answer_equality.reading import reading
+from answer_equality.score import extract_answer, quick_verdict
 from megatron_retool.data.chat_template import drop_none
 from megatron_retool.data.files import DataError, check_text, decode_json
 from megatron_retool.data.prepare.aime import AimeProblem, aime_problem
@@ -27,9 +30,6 @@ from megatron_retool.data.prompt_files import (
     question_messages,
 )
 from megatron_retool.data.tagged_traces import TraceError, conversation, parse_trace
-from megatron_retool.rewards.answers.expressions import Text
-from megatron_retool.rewards.answers.reading import reading
-from megatron_retool.rewards.math import extract_answer, quick_verdict
 from tools.code_interpreter.tool import CodeInterpreterTool
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

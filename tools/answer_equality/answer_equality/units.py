@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron_retool.rewards.answers.spelling import listed
+from answer_equality.spelling import listed
 
 _MEASURES: dict[str, tuple[str, str]] = {
     # spellings: (factor, dimension)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.expressions import (
     REALS,
     Bracketed,
     Collection,
@@ -28,11 +28,11 @@ from megatron_retool.rewards.answers.expressions import (
     is_expression,
     symbols_of,
 )
-from megatron_retool.rewards.answers.grammar import AnswerGrammar
-from megatron_retool.rewards.answers.spelling import spelled, without_spacing
-from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError, tokens
-from megatron_retool.rewards.answers.units import is_letter_unit, parse_unit, single
-from megatron_retool.rewards.answers.words import is_plain_language, plain_words
+from answer_equality.grammar import AnswerGrammar
+from answer_equality.spelling import spelled, without_spacing
+from answer_equality.tokens import Numeral, Token, UnreadableError, tokens
+from answer_equality.units import is_letter_unit, parse_unit, single
+from answer_equality.words import is_plain_language, plain_words
 
 _RELATIONS = {
     **{"=": "=", "==": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "\\le": "<=", "\\ge": ">="},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.expressions import (
     INFINITY,
     PI,
     Bracketed,
@@ -22,7 +22,7 @@ from megatron_retool.rewards.answers.expressions import (
     is_expression,
     symbols_of,
 )
-from megatron_retool.rewards.answers.values import UndefinedError
+from answer_equality.values import UndefinedError
 
 
 def as_expression(structure: Structure) -> Expression:

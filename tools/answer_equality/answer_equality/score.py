@@ -15,7 +15,7 @@ import functools
 import re
 from typing import Any
 
-from megatron_retool.rewards.answers.equality import MAX_CHARACTERS, canonical, equivalent
+from answer_equality.equality import MAX_CHARACTERS, canonical, equivalent
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # \boxed 5: TeX takes what follows, and so does a reader.

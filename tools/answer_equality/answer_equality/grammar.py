@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.cursor import TokenCursor, digit
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.cursor import TokenCursor, digit
+from answer_equality.expressions import (
     INFINITY,
     PI,
     REALS,
@@ -21,9 +21,9 @@ from megatron_retool.rewards.answers.expressions import (
     integer,
     is_expression,
 )
-from megatron_retool.rewards.answers.spelling import listed
-from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError
-from megatron_retool.rewards.answers.words import BARE_FUNCTIONS, GREEK, split_word
+from answer_equality.spelling import listed
+from answer_equality.tokens import Numeral, Token, UnreadableError
+from answer_equality.words import BARE_FUNCTIONS, GREEK, split_word
 
 _FUNCTIONS = frozenset(
     listed("sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln gcd lcm max min lg")

@@ -10,7 +10,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.expressions import (
     INFINITY,
     Expression,
     FunctionCall,
@@ -22,8 +22,8 @@ from megatron_retool.rewards.answers.expressions import (
     integer,
     symbols_of,
 )
-from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.values import (
+from answer_equality.tokens import Numeral
+from answer_equality.values import (
     Effort,
     Evaluator,
     UndecidedError,

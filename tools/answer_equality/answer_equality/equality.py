@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.expression_equality import ExpressionEquality
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.expression_equality import ExpressionEquality
+from answer_equality.expressions import (
     PI,
     Bracketed,
     Collection,
@@ -30,7 +30,7 @@ from megatron_retool.rewards.answers.expressions import (
     is_expression,
     parts_of,
 )
-from megatron_retool.rewards.answers.listings import (
+from answer_equality.listings import (
     as_expression,
     assignment,
     has_names,
@@ -45,18 +45,18 @@ from megatron_retool.rewards.answers.listings import (
     with_less,
     with_point_unnamed,
 )
-from megatron_retool.rewards.answers.reading import as_matrix, reading
-from megatron_retool.rewards.answers.sets import real_set, same_set
-from megatron_retool.rewards.answers.spelling import spelled, without_spacing
-from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.units import DEGREE, PERCENT, Unit
-from megatron_retool.rewards.answers.values import (
+from answer_equality.reading import as_matrix, reading
+from answer_equality.sets import real_set, same_set
+from answer_equality.spelling import spelled, without_spacing
+from answer_equality.tokens import Numeral
+from answer_equality.units import DEGREE, PERCENT, Unit
+from answer_equality.values import (
     Effort,
     UndecidedError,
     UndefinedError,
     exact,
 )
-from megatron_retool.rewards.answers.words import calendar_date, clock_time, number_word, plain_words
+from answer_equality.words import calendar_date, clock_time, number_word, plain_words
 
 MAX_CHARACTERS = 1000
 _STEPS = 100_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_retool.rewards.answers.expressions import (
+from answer_equality.expressions import (
     INFINITY,
     REALS,
     Bracketed,
@@ -22,8 +22,8 @@ from megatron_retool.rewards.answers.expressions import (
     Symbol,
     symbols_of,
 )
-from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.values import Effort, Evaluator, UndefinedError, exact
+from answer_equality.tokens import Numeral
+from answer_equality.values import Effort, Evaluator, UndefinedError, exact
 
 _MINUS_INFINITY = FunctionCall("neg", (INFINITY,))
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "=": "="}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.units import Unit
+from answer_equality.tokens import Numeral
+from answer_equality.units import Unit
 
 
 @dataclass(frozen=True)

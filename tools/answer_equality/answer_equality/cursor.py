@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError
-from megatron_retool.rewards.answers.units import is_unit_word, parse_unit, stands_alone
-from megatron_retool.rewards.answers.words import BARE_FUNCTIONS
+from answer_equality.tokens import Numeral, Token, UnreadableError
+from answer_equality.units import is_unit_word, parse_unit, stands_alone
+from answer_equality.words import BARE_FUNCTIONS
 
 _MAX_DEPTH = 80
 

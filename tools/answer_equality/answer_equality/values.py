@@ -15,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_retool.rewards.answers.expressions import INFINITY, PI, E, Expression, FunctionCall, I, Number, Symbol
+from answer_equality.expressions import INFINITY, PI, E, Expression, FunctionCall, I, Number, Symbol
 
 _MAX_BITS = 50_000
 _MAX_COUNT = 3000

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.rewards.answers.equality import equivalent
+from answer_equality.equality import equivalent
 
 LETTERS = "abcdghjklmnpqrstuvwxyzABCDFGHJKLMNPQRSTUVWXYZ"
 FACTORS = st.sampled_from(

@@ -2,8 +2,7 @@ import time
 
 import pytest
 
-from megatron_retool.rewards.base import BadResultError, normalize_result, reward_functions
-from megatron_retool.rewards.math import (
+from answer_equality.score import (
     canonical_answer,
     compute_score,
     extract_answer,
@@ -120,19 +119,3 @@ def test_the_quick_path_is_linear_in_hostile_text(text):
 def test_canonical_answers_count_equal_spellings_together():
     assert len({canonical_answer(a) for a in ("0.5", "1/2", "\\frac{1}{2}", "\\dfrac12", "$ .50 $")}) == 1
     assert canonical_answer("x + 1") == canonical_answer("x+1") != canonical_answer("x+2")
-
-
-def test_results_are_normalised():
-    assert normalize_result(1) == {"score": 1.0, "acc": 1.0, "pred": None}
-    assert normalize_result(True)["score"] == 1.0
-    assert normalize_result({"score": 0, "pred": 3, "k": "x"}) == {"score": 0.0, "acc": 0.0, "pred": "3", "k": "x"}
-    for bad in ("1.0x", None, {}, {"score": "high"}, float("inf"), [1]):
-        with pytest.raises(BadResultError):
-            normalize_result(bad)
-
-
-def test_functions_are_found_by_name():
-    assert reward_functions.load("math") is compute_score
-    assert reward_functions.load("megatron_retool.rewards.math:compute_score") is compute_score
-    with pytest.raises(ValueError, match="package.module:object"):
-        reward_functions.load("maths")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_retool.rewards.answers.equality import equivalent
+from answer_equality.equality import equivalent
 
 TABLE = Path(__file__).with_name("equal_answers.txt")
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from megatron_retool.rewards.answers.spelling import DOLLAR
+from answer_equality.spelling import DOLLAR
 
 MAX_TOKENS = 600
 _MAX_EXPONENT = 4000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_retool.rewards.answers.spelling import GREEK_LETTERS, listed
-from megatron_retool.rewards.answers.tokens import UnreadableError
+from answer_equality.spelling import GREEK_LETTERS, listed
+from answer_equality.tokens import UnreadableError
 
 GREEK = frozenset([*GREEK_LETTERS, "ell", "hbar"])
 # Functions that Python and plain text write without a backslash, with their argument in brackets.

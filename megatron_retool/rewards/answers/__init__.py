@@ -1,1 +1,0 @@
-"""Are two mathematical answers equal? Reading (spelling, tokens, grammar), values, units, and the comparison itself."""
