@@ -1,6 +1,6 @@
 """Attention of one decoding step of a CPU engine: the cache read where it lies, against torch's attention on a copy.
 
-    python benchmarks/cpu_decode_attention.py [--requests 128] [--length 120]
+    python benchmarks/decode_attention.py [--requests 128] [--length 120]
 
 One layer of the demo's shape (4 heads, 2 KV heads, 32 features, float32), one thread. The baseline copies keys and
 values of each request side by side and calls scaled_dot_product_attention on them, as engines do that are seeded or
@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang_rollout" / "engine" / "cpu_shims"))
-
-import cpu_decode_attention
+from sglang_cpu_engine import decode_attention
 
 HEADS, KV_HEADS, SIZE, SLOTS = 4, 2, 32, 65536
 
@@ -40,7 +36,7 @@ def main() -> None:
     query = torch.randn(options.requests, HEADS, SIZE)
 
     def in_place() -> torch.Tensor:
-        return cpu_decode_attention.attend(query, keys, values, table.int(), rows, lengths, None)
+        return decode_attention.attend(query, keys, values, table.int(), rows, lengths, None)
 
     def copied() -> torch.Tensor:
         visible = torch.arange(options.length) < lengths[:, None]

@@ -1,6 +1,6 @@
 """Layers of one decoding step of a CPU engine, beside its products and attention: compiled, against torch's operators.
 
-    python benchmarks/cpu_layers.py [--requests 128]
+    python benchmarks/layers.py [--requests 128]
 
 The demo's shapes (hidden size 128, 4 heads and 2 KV heads of 32 features, MLP of 384, vocabulary of 512; float32), one
 thread. The baselines are SGLang's own methods for a device that it has no kernels for: RMSNorm.forward_native, that of
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import silu
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang_rollout" / "engine" / "cpu_shims"))
-
-import cpu_layers
+from sglang_cpu_engine import layers
 
 HIDDEN, HEADS, KV_HEADS, SIZE, MLP, VOCABULARY, CONTEXT, EPSILON = 128, 4, 2, 32, 384, 512, 512, 1e-6
 
@@ -64,21 +60,21 @@ def main() -> None:
     probabilities = torch.softmax(3 * torch.randn(requests, VOCABULARY), dim=-1)
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "norm of a sum": (
-            lambda: cpu_layers.add_rms_norm(x, residual, weight, EPSILON),
+            lambda: layers.add_rms_norm(x, residual, weight, EPSILON),
             lambda: add_rms_norm(x, residual, weight),
         ),
         "rotary embedding": (
-            lambda: [cpu_layers.rotate(each, cos_sin, positions, SIZE, False) for each in (query, key)],
+            lambda: [layers.rotate(each, cos_sin, positions, SIZE, False) for each in (query, key)],
             lambda: [rotate(each, cos_sin, positions) for each in (query, key)],
         ),
         "activation": (
-            lambda: cpu_layers.silu_and_mul(gate_up),
+            lambda: layers.silu_and_mul(gate_up),
             lambda: silu(gate_up[..., :MLP]) * gate_up[..., MLP:],
         ),
     }
     for compiled, torchs in pairs.values():
         torch.testing.assert_close(compiled(), torchs(), rtol=1e-5, atol=1e-5)
-    pairs["sampling"] = (lambda: cpu_layers.sample(probabilities), lambda: torch.multinomial(probabilities, 1))
+    pairs["sampling"] = (lambda: layers.sample(probabilities), lambda: torch.multinomial(probabilities, 1))
     total = {"compiled": 0.0, "torch": 0.0}
     for name, (compiled, torchs) in pairs.items():
         found = medians({"compiled": compiled, "torch": torchs})

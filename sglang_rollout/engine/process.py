@@ -8,9 +8,8 @@
 An engine on several nodes has such a process on each of them (``part``). The first one serves, the others only compute.
 
 The process runs below ``process_guard``, so that no part of it outlives the trainer, whatever happens to that one.
-Every request must show the key of ``key.py``. On a host without CUDA the server gets what SGLang lacks there from
-``cpu_shims/``, through its own PYTHONPATH; no other process ever sees that directory, and a CUDA engine does not
-either.
+Every request must show the key of ``key.py``. On a host without CUDA the server gets what SGLang lacks there from the
+distribution ``sglang_cpu_engine`` (tools/), through its own PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+import sglang_cpu_engine
 from conversion.model.adapter_map import module_names, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
@@ -49,8 +49,8 @@ from sglang_rollout.engine.key import engine_key
 logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).resolve().parent
-CPU_SHIMS = _HERE / "cpu_shims"
 PLUGINS = _HERE / "sglang_plugins"
+EXACT_PLUGIN = _HERE / "exact_plugin"
 EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 EXACT_VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
@@ -89,20 +89,6 @@ def torchvision_directory() -> Path:
     if not configured and not apart.is_dir() and (found := importlib.util.find_spec("torchvision")) and found.origin:
         return Path(found.origin).parents[1]
     return apart
-
-
-def cpu_environment(threads: int) -> dict[str, str]:
-    """What an engine's process without CUDA needs in its environment, beside the paths."""
-    return {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        # Compiling the seeded sampler would need a C++ compiler on the host.
-        "TORCHDYNAMO_DISABLE": "1",
-        # A CUDA build of torch brings NCCL, which SGLang would then use between CPU ranks; it goes without one.
-        "SGLANG_NCCL_SO_PATH": "none",
-    }
 
 
 class SGLangServer:
@@ -334,15 +320,8 @@ class SGLangServer:
         }
         self._check_device()
         if self.device == "cpu":
-            arguments |= {
-                "--max-total-tokens": config.max_total_tokens or max(CPU_CACHE_TOKENS, config.context_length or 0),
-                "--device": "cpu",
-                "--attention-backend": "torch_native",
-                "--sampling-backend": "pytorch",
-                # Overlapping the CPU scheduler with the GPU gains nothing where both are the same cores.
-                "--disable-overlap-schedule": True,
-                "--sleep-on-idle": True,
-            }
+            tokens = config.max_total_tokens or max(CPU_CACHE_TOKENS, config.context_length or 0)
+            arguments |= {"--max-total-tokens": tokens}
         else:
             arguments |= {"--enable-memory-saver": self.colocated}
             if self._is_mixture_of_experts():
@@ -367,6 +346,8 @@ class SGLangServer:
         if self._key_file is not None:
             arguments |= {"--config": self._key_file}
         command = [sys.executable, "-m", "sglang.launch_server"]
+        if self.device == "cpu":
+            command += sglang_cpu_engine.SERVER_ARGUMENTS
         for flag, value in arguments.items():
             if value is True:
                 command.append(flag)
@@ -432,33 +413,33 @@ class SGLangServer:
             if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):
                 del environment[name]
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-        paths = [path for path in paths if Path(path) not in (CPU_SHIMS, PLUGINS, torchvision_directory())]
+        # Of an engine that started this process.
+        given = (sglang_cpu_engine.PYTHON_PATH, EXACT_PLUGIN, PLUGINS, torchvision_directory())
+        paths = [path for path in paths if Path(path) not in given]
         paths = [str(PLUGINS), *paths]
         if self.routed_experts:
             experts = Architecture.from_pretrained(self.model_path, self.families).num_experts or 0
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":
-            paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
-            environment |= cpu_environment(self.config.threads)
+            paths = [str(torchvision_directory()), *paths]
             if self.exact_operators:
+                paths = [str(EXACT_PLUGIN), *paths]
                 architecture = Architecture.from_pretrained(self.model_path, self.families)
                 frequencies, scale = inverse_frequencies(architecture).tolist(), softmax_scale(architecture)
                 settings = {"operators": self.exact_operators, "frequencies": frequencies, "scale": scale}
                 environment[EXACT_VARIABLE] = json.dumps(settings)
-            if self.config.tensor_parallel_size > 1:
-                # SGLang wants a NUMA node for each rank unless the variable names the cores of each rank.
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
-            # Without it engines start too, only more slowly: SGLang then imports every model it has to find the class.
-            if model_class := engine_class(self._architecture(), self.families):
-                environment |= {
-                    "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
-                    "MEGATRON_RETOOL_ENGINE_MODEL": model_class,
-                }
+            environment |= sglang_cpu_engine.environment(
+                {"PYTHONPATH": os.pathsep.join(paths)},
+                threads=self.config.threads,
+                tensor_parallel_size=self.config.tensor_parallel_size,
+                model_class=engine_class(self._architecture(), self.families),
+                without=self.exact_operators,
+            )
         else:
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
             environment |= cuda_environment(environment)
             if self.gpu_ids is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpu_ids)
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
         return environment | self.extra_environment
 
     def __enter__(self) -> SGLangServer:
@@ -485,15 +466,6 @@ class SGLangServer:
     def _architecture(self) -> str:
         architectures = self._model_config().get("architectures")
         return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-
-    def _cores_by_rank(self) -> str:
-        """Cores of each tensor-parallel rank, "0,1|2,3|…"; ranks share cores where there are too few."""
-        cores = sorted(os.sched_getaffinity(0))
-        ranks = []
-        for rank in range(self.config.tensor_parallel_size):
-            places = range(rank * self.config.threads, (rank + 1) * self.config.threads)
-            ranks.append(",".join(str(cores[place % len(cores)]) for place in places))
-        return "|".join(ranks)
 
     def _is_mixture_of_experts(self) -> bool:
         return "Moe" in self._architecture()

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sglang_cpu_engine
 from megatron_retool.errors import OperationError
-from sglang_rollout.engine.process import CPU_SHIMS, cpu_environment, torchvision_directory
+from sglang_rollout.engine.process import torchvision_directory
 
-SCRIPT = CPU_SHIMS / "load_into_engine_models.py"
+SCRIPT = Path(__file__).resolve().parent / "in_engine_process" / "load_into_engine_models.py"
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float 
     """
     cases, answers = directory / "cases.json", directory / "answers.json"
     cases.write_text(json.dumps([asdict(load) for load in loads]))
-    paths = [str(CPU_SHIMS), str(torchvision_directory()), *sys.path]
+    paths = [str(torchvision_directory()), *sys.path]
     search = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     try:
         found = subprocess.run(
             [sys.executable, "-W", "ignore", str(SCRIPT), str(cases), str(answers)],
-            env={**os.environ, **search, **cpu_environment(threads=1)},
+            env={**os.environ, **sglang_cpu_engine.environment(search)},
             timeout=timeout,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

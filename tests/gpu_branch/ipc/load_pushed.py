@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import load_into_engine_models
 import safetensors.torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "sglang_rollout" / "weight_sync" / "in_engine_process"))
+
+import load_into_engine_models
 
 
 def received(file: str) -> dict[str, Any]:

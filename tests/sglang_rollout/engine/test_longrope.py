@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import sglang_cpu_engine
 from conversion.model.architecture import Architecture
 from megatron_retool.admission.shrink import shrunk
-from sglang_rollout.engine.process import CPU_SHIMS, torchvision_directory
+from sglang_rollout.engine.process import torchvision_directory
 from tests.admission.variants import PHI_3_5_MINI, PHI_4_MINI
 
 HEADS, LIMIT = 4, 64
@@ -71,8 +72,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
     configs = [PHI_3_5_MINI, PHI_4_MINI]
     asked = [case(config) for config in configs]
     torch.save(asked, directory / "cases.pt")
-    paths = [str(CPU_SHIMS), str(torchvision_directory()), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
+    paths = [str(torchvision_directory()), *filter(None, sys.path)]
+    environment = {**os.environ, **sglang_cpu_engine.environment({"PYTHONPATH": os.pathsep.join(paths)})}
     files = [str(directory / name) for name in ("cases.pt", "answers.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", SGLANG, *files], check=True, timeout=500, env=environment)
     return list(zip(configs, asked, torch.load(files[1]), strict=True))

@@ -18,11 +18,12 @@ from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig, SpeculativeConfig
 from megatron_retool.planning.models import MODELS
 from megatron_retool.process_tree import descendants
+from sglang_cpu_engine import PYTHON_PATH
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
 from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
-from sglang_rollout.engine.process import CPU_SHIMS, EXPERT_DTYPE_VARIABLE, PLUGINS, SGLangServer, resolve_device
+from sglang_rollout.engine.process import EXACT_PLUGIN, EXPERT_DTYPE_VARIABLE, PLUGINS, SGLangServer, resolve_device
 from tests.sglang_rollout.agent import markov_policy
 
 
@@ -57,7 +58,7 @@ def flag(engine: SGLangServer, name: str) -> str | None:
 def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
     engine = make_engine(model_directory, tmp_path, settings={"max_total_tokens": 4096, "random_seed": 3, "threads": 2})
     environment = engine.environment()
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(CPU_SHIMS)
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(PYTHON_PATH)
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["OMP_NUM_THREADS"] == "2"
     assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > KEEP_ALIVE_SECONDS
@@ -115,7 +116,7 @@ def test_the_context_can_be_filled(model_directory, tmp_path, context, longer):
 
 
 def test_cuda_engine_gets_no_shim(model_directory, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CPU_SHIMS), "/somewhere"]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PYTHON_PATH), str(EXACT_PLUGIN), "/somewhere"]))
     engine = make_engine(
         model_directory, tmp_path, device="cuda", settings={"tensor_parallel_size": 4}, colocated=True,
         gpu_ids=[4, 5, 6, 7], tokenizer=True,

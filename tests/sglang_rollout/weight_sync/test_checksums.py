@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_rollout.engine.process import CPU_SHIMS
+from sglang_cpu_engine import PYTHON_PATH
 from sglang_rollout.weight_sync import checksums as engine_checksums
 from sglang_rollout.weight_sync.checksums import ChecksumError, ExpectedChecksums, gpu_tensor_hash
 from sglang_rollout.weight_sync.errors import WeightSyncError
@@ -35,7 +35,7 @@ def test_the_gpu_hash_is_sglangs(reference):
 def test_seeded_sampling_on_cpu_draws_the_gpus_noise(reference):
     from tests.sglang_rollout.weight_sync.triton_reference import murmur_inputs
 
-    spec = importlib.util.spec_from_file_location("cpu_sgl_kernel", CPU_SHIMS / "sgl_kernel" / "__init__.py")
+    spec = importlib.util.spec_from_file_location("cpu_sgl_kernel", PYTHON_PATH / "sgl_kernel" / "__init__.py")
     shim = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shim)
     assert shim.murmur_hash32(*murmur_inputs()).tolist() == reference["murmur"]

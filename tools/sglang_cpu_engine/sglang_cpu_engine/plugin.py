@@ -1,23 +1,23 @@
 """SGLang plugin for CPU engines: batched attention and prefills, compiled layers, sampling, shared weights, experts.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
-sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
-that is, only in processes which have this directory on their path.
+sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point in ``python_path``,
+that is, only in processes which have that directory on their path.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection
 from typing import Any
 
-import cpu_batch_invariance
-import cpu_decode_attention
-import cpu_exact
-import cpu_layers
 import torch
-from cpu_compiled import takes
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+
+from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, layers
+from sglang_cpu_engine.compiled import takes
+from sglang_cpu_engine.decode_attention import attend
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _PADDED_LIMIT = 2**20
@@ -58,20 +58,18 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", sample, HookType.AROUND)
-    if cpu_exact.exchanged():
-        cpu_exact.register()
-    register_layers(without=cpu_exact.exchanged())
+    register_layers(without=os.environ.get(WITHOUT_VARIABLE, "").split(","))
 
 
 def register_layers(without: Collection[str]) -> None:
-    """Exchange what layers compute, but for operators that are the learner's to the bit."""
+    """Exchange what layers compute, except operators that another plugin exchanges."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    layers = "sglang.srt.layers."
+    srt = "sglang.srt.layers."
     for operator, target, hook in (
-        ("norm", layers + "layernorm.RMSNorm.forward_native", rms_norm),
-        ("activation", layers + "activation.SiluAndMul.forward_native", silu_and_mul),
-        ("rotary", layers + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding),
+        ("norm", srt + "layernorm.RMSNorm.forward_native", rms_norm),
+        ("activation", srt + "activation.SiluAndMul.forward_native", silu_and_mul),
+        ("rotary", srt + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding),
         ("attention", _BACKEND + "init_forward_metadata", forget_slots),
         ("attention", _BACKEND + "_run_sdpa_forward_decode", decode_attention),
         ("attention", _BACKEND + "_run_sdpa_forward_extend", extend_attention),
@@ -116,7 +114,7 @@ def hold_prefills(original: Any, scheduler: Any, *, running_batch: Any, **kwargs
 
 def make_batch_invariant(*arguments: Any, **kwargs: Any) -> None:
     """In place of the switch that puts Triton kernels under matrix products."""
-    cpu_batch_invariance.enable()
+    batch_invariance.enable()
 
 
 def plain_host_memory(dims: Any, dtype: torch.dtype, device: str, *arguments: Any, **kwargs: Any) -> torch.Tensor:
@@ -158,13 +156,13 @@ def rms_norm(
     if not plain or not takes(x, norm.weight, *(() if residual is None else (residual,))):
         return original(norm, x, residual, *rest, **kwargs)
     if residual is None:
-        return cpu_layers.rms_norm(x, norm.weight, norm.variance_epsilon)
-    return cpu_layers.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+        return layers.rms_norm(x, norm.weight, norm.variance_epsilon)
+    return layers.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
 
 
 def silu_and_mul(original: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., 2 * features]"""
-    return cpu_layers.silu_and_mul(x) if takes(x) else original(activation, x)
+    return layers.silu_and_mul(x) if takes(x) else original(activation, x)
 
 
 def rotary_embedding(
@@ -180,9 +178,9 @@ def rotary_embedding(
     plain = not any(option is not None for option in (*rest, *kwargs.values())) and not hasattr(rotary, "sin_cos_cache")
     rows = all(x.dim() == 2 and x.stride(1) == 1 for x in (query, key)) and positions.dim() == 1
     if not plain or not rows or positions.dtype != torch.int64 or not takes(query, key, rotary.cos_sin_cache):
-        return original(rotary, positions, query, key, *rest, **kwargs)  # type: ignore[no-any-return]
+        return original(rotary, positions, query, key, *rest, **kwargs)
     how = (rotary.cos_sin_cache, positions.contiguous(), rotary.head_size, not rotary.is_neox_style)
-    return cpu_layers.rotate(query, *how), cpu_layers.rotate(key, *how)
+    return layers.rotate(query, *how), layers.rotate(key, *how)
 
 
 def sample(
@@ -190,8 +188,8 @@ def sample(
 ) -> torch.Tensor:
     """A token of each row of ``probs`` [requests, vocabulary]; seeded requests have noise of their own."""
     if sampling_seed is not None or not takes(probs):
-        return original(probs, sampling_seed, positions)  # type: ignore[no-any-return]
-    return cpu_layers.sample(probs)
+        return original(probs, sampling_seed, positions)
+    return layers.sample(probs)
 
 
 def forget_slots(original: Any, backend: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -208,16 +206,16 @@ def decode_attention(
     if encoder_lens is not None or kwargs.get("sliding_window_size") is not None:
         return original(backend, query, output, *rest, **kwargs)
     # Seeded engines need the bits that a prefill of the same tokens gives.
-    if not cpu_batch_invariance.enabled() and takes(query, k_cache, v_cache):
+    if not batch_invariance.enabled() and takes(query, k_cache, v_cache):
         place = (req_to_token, req_pool_indices, seq_lens)
-        return output.copy_(cpu_decode_attention.attend(query, k_cache, v_cache, *place, kwargs.get("scaling")))
+        return output.copy_(attend(query, k_cache, v_cache, *place, kwargs.get("scaling")))
     slots, visible = _slots(backend, req_to_token, req_pool_indices, seq_lens)
     requests, heads, head_size = query.shape
     kv_heads = k_cache.shape[1]
     # Query heads that share a KV head become query positions: no KV head is repeated.
     grouped = query.view(requests, kv_heads, heads // kv_heads, head_size)
-    if cpu_batch_invariance.enabled():
-        grouped = pad(grouped, (0, 0, 0, cpu_batch_invariance.query_padding(heads // kv_heads)))
+    if batch_invariance.enabled():
+        grouped = pad(grouped, (0, 0, 0, batch_invariance.query_padding(heads // kv_heads)))
     attended = scaled_dot_product_attention(
         grouped,
         _gather(k_cache, slots, query.dtype),
@@ -241,7 +239,7 @@ def extend_attention(
     padded_pairs = requests * longest_new * int(seq_lens.max())
     plain = encoder_lens is None and kwargs.get("sliding_window_size") is None and kwargs.get("causal")
     wasteful = padded_pairs > 4 * int((extend_lens * seq_lens).sum()) + _PADDED_LIMIT
-    if not plain or (wasteful and not cpu_batch_invariance.enabled()):
+    if not plain or (wasteful and not batch_invariance.enabled()):
         return original(backend, query, output, *rest, **kwargs)
     if wasteful and requests > 1:
         first = 0
@@ -254,13 +252,13 @@ def extend_attention(
         backend.batch_slots = None
         return output
     slots, _ = _slots(backend, req_to_token, req_pool_indices, seq_lens)
-    if cpu_batch_invariance.enabled():
-        longest_new += cpu_batch_invariance.query_padding(longest_new)
+    if batch_invariance.enabled():
+        longest_new += batch_invariance.query_padding(longest_new)
     heads, head_size = query.shape[1:]
-    new = torch.arange(longest_new)
-    is_new = new[None, :] < extend_lens[:, None]
+    rows = torch.arange(longest_new)
+    is_new = rows[None, :] < extend_lens[:, None]
     # Rows past a request's last new token see its first key, so that no softmax runs over nothing.
-    position = prefix_lens[:, None] + torch.where(is_new, new[None, :], 0)
+    position = prefix_lens[:, None] + torch.where(is_new, rows[None, :], 0)
     visible = torch.arange(slots.shape[1])[None, None, :] <= position[:, :, None]
     padded_query = query.new_zeros(requests, longest_new, heads, head_size)
     padded_query[is_new] = query
@@ -283,8 +281,8 @@ def _slots(
     if getattr(backend, "batch_slots", None) is None:
         longest = int(seq_lens.max())
         slots = req_to_token[req_pool_indices, :longest].long()
-        if cpu_batch_invariance.enabled():
-            slots = pad(slots, (0, cpu_batch_invariance.key_padding(longest)))
+        if batch_invariance.enabled():
+            slots = pad(slots, (0, batch_invariance.key_padding(longest)))
         visible = torch.arange(slots.shape[1])[None, :] < seq_lens[:, None]
         # Padding points at slot 0, which SGLang reserves for it; the mask keeps it out of the softmax.
         slots = torch.where(visible, slots, 0)

@@ -6,12 +6,13 @@ operator takes some microseconds, whatever it works on. A row's bits do not depe
 
 from __future__ import annotations
 
-import cpu_compiled
 import numba
 import numpy as np
 import torch
-from cpu_compiled import OPTIONS, Compiled
 from numba import carray
+
+from sglang_cpu_engine import compiled
+from sglang_cpu_engine.compiled import OPTIONS, Compiled
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -75,13 +76,13 @@ def sample(probabilities: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _add_row(x, residual, total):  # type: ignore[no-untyped-def]
     for feature in range(len(total)):
         total[feature] = x[feature] + residual[feature]
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _norm_row(x, weight, normed, epsilon):  # type: ignore[no-untyped-def]
     squares = np.float32(0)
     for feature in range(len(x)):
@@ -91,7 +92,7 @@ def _norm_row(x, weight, normed, epsilon):  # type: ignore[no-untyped-def]
         normed[feature] = x[feature] * scale * weight[feature]
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _rotate_halves(before, after, cos, sin):  # type: ignore[no-untyped-def]
     half = len(cos)
     first, second, one, other = before[:half], before[half : 2 * half], after[:half], after[half : 2 * half]
@@ -100,7 +101,7 @@ def _rotate_halves(before, after, cos, sin):  # type: ignore[no-untyped-def]
         other[pair] = second[pair] * cos[pair] + first[pair] * sin[pair]
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _rotate_neighbours(before, after, cos, sin):  # type: ignore[no-untyped-def]
     for pair in range(len(cos)):
         first, second = before[2 * pair], before[2 * pair + 1]
@@ -108,13 +109,13 @@ def _rotate_neighbours(before, after, cos, sin):  # type: ignore[no-untyped-def]
         after[2 * pair + 1] = second * cos[pair] + first * sin[pair]
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _activate_row(gate, up, product):  # type: ignore[no-untyped-def]
     for feature in range(len(product)):
-        product[feature] = gate[feature] / (np.float32(1) + cpu_compiled.exp(-gate[feature])) * up[feature]
+        product[feature] = gate[feature] / (np.float32(1) + compiled.exp(-gate[feature])) * up[feature]
 
 
-@numba.njit(**OPTIONS)  # type: ignore[misc]
+@numba.njit(**OPTIONS)
 def _sample_row(probabilities, share):  # type: ignore[no-untyped-def]
     total = np.float64(0)
     for token in range(len(probabilities)):

@@ -1,4 +1,4 @@
-"""A CPU engine's layers in the arithmetic that the learner uses too (learner.match_engine=exact).
+"""SGLang plugin: a CPU engine's layers in the arithmetic that the learner uses too (learner.match_engine=exact).
 
 In place of SGLang's layers stand ``megatron_retool.exact.operators``, which the learner's modules call as well: a token
 has the same log-prob, to the bit, in whatever batch, chunk or cached prefix the engine computes it.
@@ -32,12 +32,12 @@ def _settings() -> dict[str, Any]:
 
 @functools.cache
 def exchanged() -> frozenset[str]:
-    """The operators of ``exact.coverage.OPERATORS`` that this engine computes as the learner does; empty: none."""
-    return frozenset(_settings()["operators"]) if VARIABLE in os.environ else frozenset()
+    """The operators of ``exact.coverage.OPERATORS`` that this engine computes as the learner does."""
+    return frozenset(_settings()["operators"])
 
 
 def register() -> None:
-    """Exchange these operators; ``cpu_engine_plugin`` calls it."""
+    """Entry point of group ``sglang.srt.plugins``: exchange these operators."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     attention = "attention.torch_native_backend.TorchNativeAttnBackend."

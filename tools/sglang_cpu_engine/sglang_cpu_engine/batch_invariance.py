@@ -33,8 +33,8 @@ def enable() -> None:
     global _library
     if torch.get_num_threads() != 1:
         raise RuntimeError(
-            f"a seeded CPU engine computes with one thread, and this one has {torch.get_num_threads()}: set "
-            "rollout.engine.threads=1"
+            f"a CPU engine with --enable-deterministic-inference computes with one thread, and this one has "
+            f"{torch.get_num_threads()}: set OMP_NUM_THREADS=1 (--threads 1)"
         )
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")

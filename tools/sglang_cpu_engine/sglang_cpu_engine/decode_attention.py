@@ -10,10 +10,11 @@ import functools
 import math
 from collections.abc import Callable
 
-import cpu_compiled
 import numba
 import numpy as np
 import torch
+
+from sglang_cpu_engine import compiled
 
 
 def attend(
@@ -43,7 +44,7 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    return cpu_compiled.kept(numba.njit, _attend)  # type: ignore[no-any-return]
+    return compiled.kept(numba.njit, _attend)
 
 
 def _attend(query, keys, values, table, rows, lengths, output, scale):  # type: ignore[no-untyped-def]
@@ -64,7 +65,7 @@ def _attend(query, keys, values, table, rows, lengths, output, scale):  # type: 
             for each in range(shared):
                 largest, total = scores[each, :length].max(), np.float32(0)
                 for position in range(length):
-                    weight = cpu_compiled.exp(scores[each, position] - largest)
+                    weight = compiled.exp(scores[each, position] - largest)
                     scores[each, position] = weight
                     total += weight
                 for position in range(length):

@@ -59,7 +59,7 @@ class Compiled:
         self._call(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
 
     def _compiled(self) -> Callable[..., None]:
-        pairs = [
+        pairs: list[tuple[Any, Any]] = [
             (types.CPointer(_ARRAYS[kind]), ctypes.c_void_p) if isinstance(kind, torch.dtype) else _NUMBERS[kind]
             for kind in self._kinds
         ]
@@ -70,7 +70,7 @@ class Compiled:
         return ctypes.PYFUNCTYPE(None, *(pair[1] for pair in pairs))(compiled.address)
 
 
-@numba.njit(inline="always", **OPTIONS)  # type: ignore[misc]
+@numba.njit(inline="always", **OPTIONS)
 def exp(x):  # type: ignore[no-untyped-def]
     """e^x of a float32, within 3e-7 of it; e^-87 for all below, e^88 for all above.
 

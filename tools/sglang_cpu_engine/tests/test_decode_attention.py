@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SHIMS = Path(__file__).parents[3] / "sglang_rollout" / "engine" / "cpu_shims"
-
-
-@pytest.fixture
-def decoding(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SHIMS))
-    return importlib.import_module("cpu_decode_attention")
+from sglang_cpu_engine.decode_attention import attend
 
 
 def drawn(heads: int, kv_heads: int, size: int, value_size: int, lengths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -33,11 +25,11 @@ def drawn(heads: int, kv_heads: int, size: int, value_size: int, lengths: list[i
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(4, 2, 32, 32), (3, 3, 20, 12), (8, 1, 7, 7)])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_same_as_torch(decoding: Any, heads: int, kv_heads: int, size: int, value_size: int, scaling: Any) -> None:
+def test_same_as_torch(heads: int, kv_heads: int, size: int, value_size: int, scaling: Any) -> None:
     lengths = [1, 2, 37, 64, 200, 5]
     operands = drawn(heads, kv_heads, size, value_size, lengths)
     query, keys, values, table, rows, _ = operands
-    output = decoding.attend(*operands, scaling)
+    output = attend(*operands, scaling)
     assert output.shape == (len(lengths), heads, value_size)
     for request, length in enumerate(lengths):
         slots = table[rows[request], :length].long()
@@ -48,22 +40,22 @@ def test_same_as_torch(decoding: Any, heads: int, kv_heads: int, size: int, valu
         torch.testing.assert_close(output[request], expected[:, 0], rtol=1e-5, atol=1e-6)
 
 
-def test_large_scores_and_a_query_that_does_not_lie_in_one_piece(decoding: Any) -> None:
+def test_large_scores_and_a_query_that_does_not_lie_in_one_piece() -> None:
     query, *others = drawn(4, 2, 32, 32, [50, 9])
     fused = torch.cat([1e4 * query, query], dim=-1)
-    output = decoding.attend(fused[..., :32], *others, None)
-    assert torch.equal(output, decoding.attend(1e4 * query, *others, None)) and output.isfinite().all()
+    output = attend(fused[..., :32], *others, None)
+    assert torch.equal(output, attend(1e4 * query, *others, None)) and output.isfinite().all()
 
 
-def test_a_request_has_the_same_bits_whatever_runs_beside_it(decoding: Any) -> None:
+def test_a_request_has_the_same_bits_whatever_runs_beside_it() -> None:
     query, keys, values, table, rows, lengths = drawn(4, 2, 32, 32, [30, 170, 4])
-    whole = decoding.attend(query, keys, values, table, rows, lengths, None)
-    alone = decoding.attend(query[1:2], keys, values, table, rows[1:2], lengths[1:2], None)
+    whole = attend(query, keys, values, table, rows, lengths, None)
+    alone = attend(query[1:2], keys, values, table, rows[1:2], lengths[1:2], None)
     assert torch.equal(whole[1:2], alone)
 
 
-def test_numbers_that_are_none_are_not_hidden(decoding: Any) -> None:
+def test_numbers_that_are_none_are_not_hidden() -> None:
     query, *others = drawn(4, 2, 32, 32, [50, 9])
     query[1, 2, 3] = torch.nan
-    output = decoding.attend(query, *others, None)
+    output = attend(query, *others, None)
     assert output[1, 2].isnan().all() and output[0].isfinite().all()

@@ -2,7 +2,7 @@
 
 SGLang imports torchvision unconditionally, and the wheel on the package index declares its operators in a CUDA
 library that CPU torch cannot load. Declaring the two operators that ``import torchvision`` looks up is enough.
-This directory is only on PYTHONPATH of CPU engine processes (see ``sglang_rollout.engine.process``).
+This directory is only on PYTHONPATH of CPU engine processes (``sglang_cpu_engine.environment``).
 """
 
 import sys

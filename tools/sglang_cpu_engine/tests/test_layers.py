@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,27 +12,14 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-SHIMS = Path(__file__).parents[3] / "sglang_rollout" / "engine" / "cpu_shims"
+from sglang_cpu_engine import compiled, layers, plugin
+
 SHAPES = [(1, 128), (7, 33), (5, 3, 16), (0, 24)]
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SHIMS))
-    return importlib.import_module("cpu_layers")
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SHIMS))
-    return importlib.import_module("cpu_compiled")
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SHIMS))
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    return importlib.import_module("cpu_engine_plugin")
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -58,7 +45,7 @@ def rotated(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_norms(layers: Any, shape: tuple[int, ...]) -> None:
+def test_norms(shape: tuple[int, ...]) -> None:
     x, residual, weight = drawn(*shape), 3 * drawn(*shape, 2)[..., 1], drawn(shape[-1])
     torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6))
     found, total = layers.add_rms_norm(x, residual, weight, 1e-5)
@@ -67,7 +54,7 @@ def test_norms(layers: Any, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activation(layers: Any, shape: tuple[int, ...]) -> None:
+def test_activation(shape: tuple[int, ...]) -> None:
     x = 20 * drawn(*shape[:-1], 2 * shape[-1])
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(layers.silu_and_mul(x), silu(gate) * up, rtol=1e-6, atol=1e-6)
@@ -75,7 +62,7 @@ def test_activation(layers: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("features", [12, 8])  # of 12
-def test_rotary_embedding_of_rows_that_lie_apart(layers: Any, features: int, interleaved: bool) -> None:
+def test_rotary_embedding_of_rows_that_lie_apart(features: int, interleaved: bool) -> None:
     whole, cos_sin = drawn(9, 5 * 12), drawn(40, features)
     positions = torch.tensor([0, 39, 3, 3, 7, 12, 1, 20, 5])
     for x in whole.split([36, 24], -1):
@@ -83,7 +70,7 @@ def test_rotary_embedding_of_rows_that_lie_apart(layers: Any, features: int, int
         torch.testing.assert_close(found, rotated(x, cos_sin, positions, 12, interleaved))
 
 
-def test_what_lies_in_pieces_and_no_rows_at_all(layers: Any) -> None:
+def test_what_lies_in_pieces_and_no_rows_at_all() -> None:
     weight = drawn(16)
     x = drawn(16, 6).T
     torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6), normed(x, weight, 1e-6))
@@ -93,7 +80,7 @@ def test_what_lies_in_pieces_and_no_rows_at_all(layers: Any) -> None:
     assert layers.sample(torch.empty(0, 7)).shape == (0,)
 
 
-def test_a_row_has_the_same_bits_whatever_is_beside_it(layers: Any) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
     x, residual, weight = drawn(50, 100), drawn(50, 100, 1)[..., 0], drawn(100)
     normed_rows, activated = layers.add_rms_norm(x, residual, weight, 1e-6)[0], layers.silu_and_mul(x)
     for row in (0, 17, 49):
@@ -102,7 +89,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(layers: Any) -> None:
         assert torch.equal(activated[one], layers.silu_and_mul(x[one]))
 
 
-def test_numbers_that_are_none_are_not_hidden(layers: Any) -> None:
+def test_numbers_that_are_none_are_not_hidden() -> None:
     x, weight = drawn(3, 16), torch.ones(16)
     x[1, 2] = torch.nan
     assert layers.rms_norm(x, weight, 1e-6)[1].isnan().all()
@@ -110,7 +97,7 @@ def test_numbers_that_are_none_are_not_hidden(layers: Any) -> None:
     assert layers.silu_and_mul(x)[1, 2].isnan() and layers.silu_and_mul(x)[0].isfinite().all()
 
 
-def test_exp(compiled: Any) -> None:
+def test_exp() -> None:
     x = np.concatenate([np.linspace(-87, 88, 5001), [-1e9, 1e9]]).astype(np.float32)
     found = np.array([compiled.exp(each) for each in x[:-2]])
     assert np.abs(found / np.exp(x[:-2].astype(np.float64)) - 1).max() < 3.2e-7
@@ -121,7 +108,7 @@ def test_exp(compiled: Any) -> None:
     )
 
 
-def test_tokens_are_drawn_by_their_probabilities(layers: Any) -> None:
+def test_tokens_are_drawn_by_their_probabilities() -> None:
     """Every one within 5 standard deviations of what is expected, rare ones and such that cannot be among them."""
     torch.manual_seed(0)
     probabilities = torch.softmax(3 * drawn(300), 0)
@@ -134,7 +121,7 @@ def test_tokens_are_drawn_by_their_probabilities(layers: Any) -> None:
     assert ((counts - draws * share).abs() <= 5 * (draws * share * (1 - share)).sqrt() + 1e-9).all()
 
 
-def test_every_row_has_a_token_that_can_be(layers: Any) -> None:
+def test_every_row_has_a_token_that_can_be() -> None:
     torch.manual_seed(0)
     only = torch.arange(50)
     assert torch.equal(layers.sample(torch.eye(50)).long(), only)
@@ -144,7 +131,8 @@ def test_every_row_has_a_token_that_can_be(layers: Any) -> None:
     assert set(layers.sample(two).tolist()) <= {3, 6}
 
 
-def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_the_engine_takes_them_where_they_are_the_same() -> None:
     """And leaves to SGLang what they are not for: other dtypes, several threads, options, seeds."""
 
     def original(*arguments: Any, **kwargs: Any) -> str:
@@ -154,7 +142,7 @@ def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
         weight=drawn(16), variance_epsilon=1e-6, variance_size_override=None, override_orig_dtype=None
     )
     x = drawn(3, 16)
-    assert torch.equal(plugin.rms_norm(original, norm, x), plugin.cpu_layers.rms_norm(x, norm.weight, 1e-6))
+    assert torch.equal(plugin.rms_norm(original, norm, x), layers.rms_norm(x, norm.weight, 1e-6))
     both = plugin.rms_norm(original, norm, x, x, post_residual_addition=None)
     assert torch.equal(both[1], 2 * x)
     assert plugin.rms_norm(original, norm, x, x, x) == "SGLang's"
@@ -163,7 +151,7 @@ def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
     for option in ({"variance_size_override": 8}, {"override_orig_dtype": torch.bfloat16}):
         assert plugin.rms_norm(original, SimpleNamespace(**{**vars(norm), **option}), x) == "SGLang's"
 
-    assert torch.equal(plugin.silu_and_mul(original, None, x), plugin.cpu_layers.silu_and_mul(x))
+    assert torch.equal(plugin.silu_and_mul(original, None, x), layers.silu_and_mul(x))
     assert plugin.silu_and_mul(original, None, x.half()) == "SGLang's"
 
     rotary = SimpleNamespace(cos_sin_cache=drawn(10, 8), head_size=8, is_neox_style=True)
@@ -180,7 +168,7 @@ def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
     assert plugin.sample(original, probabilities, torch.tensor([1, 2]), positions[:2]) == "SGLang's"
 
 
-def test_several_threads_are_left_to_torch(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_threads_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     x = drawn(3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert compiled.takes(x, x) and not compiled.takes(x, x.bfloat16())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_rollout.engine.process import CPU_SHIMS
-
-
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(CPU_SHIMS))
-    return importlib.import_module("cpu_engine_plugin")
+from sglang_cpu_engine import plugin
 
 
 @pytest.mark.parametrize(
@@ -25,9 +18,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     [(1, 0, None, 0), (1, 8, None, 0), (1, 9, None, 8), (12, 100, None, 8), (13, 100, None, 0), (0, 9, None, 0),
      (1, 9, "a prompt in parts", 0)],
 )  # fmt: skip
-def test_prefills_of_a_few_wait_for_others(
-    plugin: Any, waiting: int, running: int, chunked: str | None, passes: int
-) -> None:
+def test_prefills_of_a_few_wait_for_others(waiting: int, running: int, chunked: str | None, passes: int) -> None:
     scheduler = SimpleNamespace(waiting_queue=[None] * waiting, chunked_req=chunked)
     batch, asked = SimpleNamespace(reqs=[None] * running), []
 
@@ -52,7 +43,7 @@ def test_the_scheduler_asks_for_prefills_as_the_plugin_takes_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shared_experts_gate(plugin: Any, dtype: torch.dtype) -> None:
+def test_a_shared_experts_gate(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden, shared, routed = (torch.randn(5, 32, generator=draw).to(dtype) for _ in range(3))
     weight = torch.randn(32, generator=draw).to(dtype)

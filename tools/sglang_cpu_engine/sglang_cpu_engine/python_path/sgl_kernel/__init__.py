@@ -77,6 +77,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in (sglang_rollout/engine/cpu_shims/sgl_kernel)")
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in for CPUs in sglang-cpu-engine")
 
     return missing
