@@ -22,9 +22,15 @@ def array(x: Tensor) -> Any:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
+_ROWS_TO_WIDEN = 64
+"""From so many rows on, to make float32 of bfloat16 beforehand costs less than to do it in every tile of a product."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """x weight^T + bias: [..., K], [N, K], [N] -> [..., N] of ``dtype``, by default that of ``x``."""
-    rows = x.reshape(-1, x.size(-1))
+    rows = x.detach().reshape(-1, x.size(-1))
+    if rows.size(0) >= _ROWS_TO_WIDEN:
+        rows, weight = rows.float(), weight.detach().float()
     out = torch.empty(rows.size(0), weight.size(0))
     kernels.products(array(rows), array(weight), out.numpy())
     if bias is not None:

@@ -28,8 +28,6 @@ from megatron_retool.learner.attention import (
     PackedAttention,
     RMSNorm,
     SwiGLUMLP,
-    rms_norm,
-    rotary_embedding,
 )
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
@@ -71,6 +69,49 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return operators.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wide, grad = x.float(), grad.float()
+        inverse = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed = wide * inverse
+        of_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_normed = grad * weight.float()
+        of_normed -= normed * (of_normed * normed).mean(-1, keepdim=True)
+        return of_normed.mul_(inverse).to(x.dtype), of_weight, None
+
+
+class _SiluAndMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return operators.silu_and_multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return operators.rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return operators.rotate(grad, cos, -sin), None, None
+
+
 class ExactColumnParallelLinear(ColumnParallelLinear):
     """On one tensor-parallel rank; a bias is added before the product is rounded."""
 
@@ -100,9 +141,7 @@ class ExactRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``RMSNorm.forward``."""
-        eps = float(self.eps or 0.0)
-        exact = operators.rms_norm(x, self.weight, eps)
-        return _with_gradient_of(exact, lambda x, weight: rms_norm(x, weight, eps, False), x, self.weight)
+        return _RMSNorm.apply(x, self.weight, float(self.eps or 0.0))
 
 
 class ExactFullWidthRMSNorm(FullWidthRMSNorm):
@@ -110,18 +149,12 @@ class ExactFullWidthRMSNorm(FullWidthRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``FullWidthRMSNorm.forward``."""
-        exact = operators.rms_norm(x.flatten(-2), self.weight, self.eps).view(x.shape)
-        return _with_gradient_of(
-            exact, lambda x, _weight: super(ExactFullWidthRMSNorm, self).forward(x), x, self.weight
-        )
+        return _RMSNorm.apply(x.flatten(-2), self.weight, self.eps).view(x.shape)
 
 
-def _silu_and_multiply(x: Tensor) -> Tensor:
-    def ordinary(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    return _with_gradient_of(operators.silu_and_multiply(x), ordinary, x)
+def _between(mlp: Any, hidden_states: Tensor) -> Tensor:
+    """What the activation of ``mlp`` leaves, between its two linear layers."""
+    return _SiluAndMultiply.apply(mlp.linear_fc1(hidden_states)[0])
 
 
 class ExactSwiGLUMLP(SwiGLUMLP):
@@ -129,8 +162,7 @@ class ExactSwiGLUMLP(SwiGLUMLP):
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
         """The MLP's output and bias, for hidden states [t, 1, h]."""
-        gate_and_up, _bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(_silu_and_multiply(gate_and_up))
+        return self.linear_fc2(_between(self, hidden_states))
 
 
 class ExactExpert(MLP):
@@ -138,8 +170,7 @@ class ExactExpert(MLP):
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
         """The expert's output [t, h] and bias, for its tokens [t, h] and their gates, float32 [t]."""
-        gate_and_up, _bias = self.linear_fc1(hidden_states)
-        activated = _silu_and_multiply(gate_and_up)
+        activated = _between(self, hidden_states)
         if per_token_scale is not None:
             activated = (activated * per_token_scale.unsqueeze(-1)).to(hidden_states.dtype)
         return self.linear_fc2(activated)
@@ -150,8 +181,7 @@ class ExactSharedExperts(SharedExpertMLP):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[t, 1, h] -> the same."""
-        gate_and_up, _bias = self.linear_fc1(hidden_states)
-        out: Tensor = self.linear_fc2(_silu_and_multiply(gate_and_up))[0]
+        out: Tensor = self.linear_fc2(_between(self, hidden_states))[0]
         return out
 
 
@@ -255,9 +285,7 @@ class ExactAttention(PackedAttention):
         if "rotary" not in self.exact_operators:
             return super()._rotated(x, packed)
         assert cos is not None and sin is not None
-        wide = torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
-        exact = operators.rotate(x, cos.squeeze(1), sin.squeeze(1))
-        return _with_gradient_of(exact, lambda x: rotary_embedding(x, *wide), x)
+        return _Rotate.apply(x, cos.squeeze(1), sin.squeeze(1))
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: LocalPackedSequences, chosen: Any) -> Tensor:
         ordinary = super()._attended
