@@ -102,6 +102,7 @@ EXPERIMENT = Experiment(
         # The engine's own part in it.
         int3("fp32_head", *FP32_HEAD),
         Arm("bfloat16_learner", BFLOAT16_LEARNER, against="bfloat16"),
+        Arm("exact", (*BFLOAT16_LEARNER, "learner.match_engine=exact"), against="bfloat16_learner"),
         Arm("bfloat16_learner_fp32_head", (*BFLOAT16_LEARNER, *FP32_HEAD), against="bfloat16_learner"),
         int3("chunked_prefill_off", WHOLE_PREFILL),
         int3("radix_cache_off", "rollout.engine.extra_args=[--disable-radix-cache]"),
