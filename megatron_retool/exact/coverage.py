@@ -29,7 +29,6 @@ def missing_operators(architecture: Architecture) -> list[str]:
     has = {
         "sparse attention": architecture.indexer is not None,
         "linear attention": bool(architecture.linear_layers),
-        "attention windows": architecture.sliding_window is not None,
         "attention sinks": architecture.attention_sinks,
         "attention gates": architecture.attention_gate,
         f"the activation {architecture.activation}": architecture.activation != "silu",
@@ -38,9 +37,7 @@ def missing_operators(architecture: Architecture) -> list[str]:
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,
         "positions that rotate neighbouring features": architecture.rotary_pairs,
-        "several frequencies": architecture.local_rope_theta is not None,
         "queries that grow with the position": architecture.query_growth is not None,
         "scaled embeddings": architecture.embedding_scale != 1.0,
-        "gates of shared experts": architecture.shared_expert_gate,
     }
     return [words for words, there in has.items() if there]

@@ -88,6 +88,12 @@ def attention(
     return out.to(query.dtype)
 
 
+def last_keys(starts: Tensor, counts: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """``starts`` and ``counts`` of ``attention`` where a query sees at most ``window`` keys, itself among them."""
+    seen = counts.clamp(max=window)
+    return starts + counts - seen, seen
+
+
 def silu_and_multiply(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second: [..., 2 F] -> [..., F]."""
     rows = x.reshape(-1, x.size(-1))
@@ -137,6 +143,11 @@ def expert_gates(scores: Tensor, experts: Tensor, normalized: bool, kind: str = 
     else:
         out = scores.masked_fill(~chosen, 0.0)
     return out
+
+
+def gated_sum(x: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+    """x + gate shared, rounded once: [rows, h], [rows, h] and float32 [rows, 1] -> [rows, h] in the dtype of ``x``."""
+    return (x.float() + gate * shared.float()).to(x.dtype)
 
 
 def log_normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:

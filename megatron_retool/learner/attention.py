@@ -243,10 +243,13 @@ class PackedAttention(MegatronModule):
         return out.reshape(out.size(0), 1, -1)
 
     def _rotated(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
-        cos, sin = packed.cos, packed.sin
+        return _Rotary.apply(x, *self._angles(packed))
+
+    def _angles(self, packed: LocalPackedSequences) -> tuple[Tensor | None, Tensor | None]:
+        """Cosines and sines of this layer."""
         if self.window is not None and packed.local_cos is not None:
-            cos, sin = packed.local_cos, packed.local_sin
-        return _Rotary.apply(x, cos, sin)
+            return packed.local_cos, packed.local_sin
+        return packed.cos, packed.sin
 
     def _attended(
         self,

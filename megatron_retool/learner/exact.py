@@ -177,7 +177,7 @@ class ExactExpert(MLP):
 
 
 class ExactSharedExperts(SharedExpertMLP):
-    """Experts of every token, which are one MLP."""
+    """Experts of every token, which are one MLP. ``ExactMixture`` multiplies by their gate."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[t, 1, h] -> the same."""
@@ -254,7 +254,14 @@ class ExactMixture(MoELayer):
             output, _bias = expert(rows.index_select(0, taken), gates[:, number].index_select(0, taken))
             out = out.index_add(0, taken, output)
         out = out.view(hidden_states.shape) * self.factor
-        return out if self.shared_experts is None else out + self.shared_experts(hidden_states), None
+        if self.shared_experts is None:
+            return out, None
+        shared = self.shared_experts(hidden_states)
+        if not self.shared_experts.use_shared_expert_gate:
+            return out + shared, None
+        logits = _Linear.apply(hidden_states, self.shared_experts.gate_weight, None, torch.float32)
+        exact = operators.sigmoid(logits.view(-1, 1)).view(logits.shape)
+        return operators.gated_sum(out, shared, _with_gradient_of(exact, torch.sigmoid, logits)), None
 
 
 class ExactRotaryTable:
@@ -281,7 +288,7 @@ class ExactAttention(PackedAttention):
     exact_operators: frozenset[str]
 
     def _rotated(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
-        cos, sin = packed.cos, packed.sin
+        cos, sin = self._angles(packed)
         if "rotary" not in self.exact_operators:
             return super()._rotated(x, packed)
         assert cos is not None and sin is not None
@@ -291,7 +298,10 @@ class ExactAttention(PackedAttention):
         ordinary = super()._attended
         if "attention" not in self.exact_operators:
             return ordinary(query, key, value, packed, chosen)
-        exact = operators.attention(query, key, value, *_key_places(packed, query.size(0)), self.scale)
+        slots, starts, counts = _key_places(packed, query.size(0))
+        if self.window is not None:
+            starts, counts = operators.last_keys(starts, counts, self.window)
+        exact = operators.attention(query, key, value, slots, starts, counts, self.scale)
         return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
 
 
@@ -394,6 +404,8 @@ def place(
         chunk.exact = "head" in exchanged
         if "rotary" in exchanged:
             chunk._rotary_table = ExactRotaryTable(inverse_frequencies(architecture).tolist())
+            if architecture.local_rope_theta is not None:
+                chunk._local_rotary_table = ExactRotaryTable(inverse_frequencies(architecture, local=True).tolist())
 
 
 def _set_router(router: ExactRouter, architecture: Architecture) -> None:

@@ -425,8 +425,12 @@ class SGLangServer:
             if self.exact_operators:
                 paths = [str(EXACT_PLUGIN), *paths]
                 architecture = Architecture.from_pretrained(self.model_path, self.families)
-                frequencies, scale = inverse_frequencies(architecture).tolist(), softmax_scale(architecture)
-                settings = {"operators": self.exact_operators, "frequencies": frequencies, "scale": scale}
+                kinds = (False,) if architecture.local_rope_theta is None else (False, True)
+                settings = {
+                    "operators": self.exact_operators,
+                    "frequencies": [inverse_frequencies(architecture, local).tolist() for local in kinds],
+                    "scales": [softmax_scale(architecture, local) for local in kinds],
+                }
                 environment[EXACT_VARIABLE] = json.dumps(settings)
             environment |= sglang_cpu_engine.environment(
                 {"PYTHONPATH": os.pathsep.join(paths)},

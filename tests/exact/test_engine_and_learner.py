@@ -14,6 +14,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from conversion.model.architecture import Architecture
 from megatron_retool.admission import requests as admission_requests
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.requests import shrunk_config
@@ -151,7 +152,9 @@ def exact_server(config: EngineConfig, directory: Path) -> SGLangServer:
 
 
 def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]:
-    return [log_probs(directory, dtype, texts, share_prefixes=share) for share in (False, True)]
+    # Windows and shared prefixes do not go together, exact or not.
+    forms = (False, True) if Architecture.from_pretrained(directory).sliding_window is None else (False,)
+    return [log_probs(directory, dtype, texts, share_prefixes=share) for share in forms]
 
 
 def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> dict[str, Any]:
@@ -197,6 +200,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("deepseek-v3", "bfloat16", SIZES),
         ("glm-4.5", "bfloat16", SIZES),
         ("olmo-2-32b", "bfloat16", SIZES),
+        ("qwen1.5-moe-a2.7b", "bfloat16", {**SIZES, "shared_expert_intermediate_size": 64}),
+        ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
         ("qwen3", "float32", {"rope_parameters": YARN}),
         ("qwen3_moe", "bfloat16", {}),
         ("mixtral", "float32", {}),

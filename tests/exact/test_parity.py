@@ -28,7 +28,18 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "qwen3_moe", "deepseek-v2", "deepseek-v3", "glm-4.5", "olmo-2-32b"]
+    "family",
+    [
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm-4.5",
+        "olmo-2-32b",
+        "qwen1.5-moe-a2.7b",
+        "olmo-3-7b",
+    ],
 )
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
@@ -38,7 +49,9 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> Non
         model = hf_model(family, num_hidden_layers=2)
     save_model(model, directory)
     parity.write_reference(model, Architecture.from_pretrained(directory), directory)
-    found = run_ranks(compare, 1, tmp_path / "one", CASES, directory)
+    windowed = Architecture.from_pretrained(directory).sliding_window is not None
+    cases = [case for case in CASES if not (windowed and case.name == "shared prefixes")]
+    found = run_ranks(compare, 1, tmp_path / "one", cases, directory)
     found |= run_ranks(compare, 2, tmp_path / "two", TWO_RANKS, directory)
     assert {name: parity.too_far(figures) for name, figures in found.items()} == dict.fromkeys(found, {})
     assert all("gradient" in figures for figures in found.values())

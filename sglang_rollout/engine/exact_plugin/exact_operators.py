@@ -20,13 +20,17 @@ _DEEPSEEK = "sglang.srt.models.deepseek_v2."
 VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 
 
-_tables: list[torch.Tensor] = []
-"""Cosines and sines of the positions that were needed up to now."""
+_tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Cosines and sines of the positions that were needed up to now, by kind of layer."""
 
 
 @functools.cache
 def _settings() -> dict[str, Any]:
-    """What the model's architecture says of positions and attention; whoever starts the engine knows it."""
+    """What the model's architecture says of positions and attention; whoever starts the engine knows it.
+
+    "frequencies" and "scales" (of scores) have an entry for layers that see the whole past, and one for layers with a
+    window where these have others.
+    """
     return dict(json.loads(os.environ[VARIABLE]))
 
 
@@ -55,12 +59,16 @@ def register() -> None:
         ),
         "activation": (("activation.SiluAndMul.forward_native", silu_and_mul),),
         "router": (("moe.topk.TopK.forward_native", choose_experts),),
-        "experts": (("quantization.unquant.UnquantizedFusedMoEMethod.forward_native", experts),),
+        "experts": (
+            ("quantization.unquant.UnquantizedFusedMoEMethod.forward_native", experts),
+            ("sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul", gate_shared_expert),
+        ),
         "head": (("logits_processor.LogitsProcessor._compute_lm_head", logits),),
     }
     for operator in exchanged() & hooks.keys():
         for target, hook in hooks[operator]:
-            HookRegistry.register(_LAYERS + target, hook, HookType.REPLACE)
+            whole = target if target.startswith("sglang.") else _LAYERS + target
+            HookRegistry.register(whole, hook, HookType.REPLACE)
     if "attention" in exchanged():
         for name in ("prepare", "core"):
             HookRegistry.register(f"{latent}forward_absorb_{name}", with_exact_products, HookType.AROUND)
@@ -128,10 +136,10 @@ def rotary_embedding(
 
     Where neighbours rotate together, they come out in halves, as the learner has them: scores add up in that order.
     """
-    longest = int(positions.max()) + 1
-    if not _tables or len(_tables[0]) < longest:
-        _tables[:] = operators.rotary_table(_settings()["frequencies"], max(256, 2 * longest))
-    cos, sin = (table[positions] for table in _tables)
+    longest, kind = int(positions.max()) + 1, _kind(rotary)
+    if kind not in _tables or len(_tables[kind][0]) < longest:
+        _tables[kind] = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
+    cos, sin = (table[positions] for table in _tables[kind])
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         heads = x.reshape(len(positions), -1, rotary.head_size)
@@ -140,6 +148,16 @@ def rotary_embedding(
         return operators.rotate(heads, cos, sin).view(x.shape)
 
     return rotated(query), rotated(key)
+
+
+def _kind(rotary: Any) -> int:
+    """The number of SGLang's frequencies among those of the settings."""
+    if not hasattr(rotary, "exact_kind"):
+        cos, sin = rotary.cos_sin_cache[1].float().chunk(2)
+        angles = torch.atan2(sin, cos)
+        far = [float((angles - torch.tensor(each)).abs().max()) for each in _settings()["frequencies"]]
+        rotary.exact_kind = far.index(min(far))
+    return int(rotary.exact_kind)
 
 
 def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -237,6 +255,19 @@ def experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
     return StandardCombineInput(hidden_states=out)
 
 
+def gate_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    """sigmoid(hidden_states . gate_weight) * shared_output into ``output`` [tokens, hidden size], or added to it."""
+    gate = operators.sigmoid(operators.linear(hidden_states, gate_weight.unsqueeze(0), dtype=torch.float32))
+    output.copy_(operators.gated_sum(output if do_add else torch.zeros_like(output), shared_output, gate))
+
+
 def decode_attention(
     backend: Any,
     query: torch.Tensor,
@@ -247,11 +278,12 @@ def decode_attention(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     *rest: Any,
+    sliding_window_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """One new token of each request against its cache. ``query`` and ``output`` [requests, heads, head size]."""
     starts = req_pool_indices.long() * req_to_token.size(1)
-    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, seq_lens))
+    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, seq_lens, sliding_window_size))
 
 
 def extend_attention(
@@ -266,6 +298,7 @@ def extend_attention(
     prefix_lens: torch.Tensor,
     extend_lens: torch.Tensor,
     *rest: Any,
+    sliding_window_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """The new tokens of each request (a prompt, or a turn after a cached prefix) against its cache.
@@ -276,10 +309,23 @@ def extend_attention(
     starts = (req_pool_indices.long() * req_to_token.size(1)).repeat_interleave(extend_lens)
     first = (extend_lens.cumsum(0) - extend_lens).repeat_interleave(extend_lens)
     counts = prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts)) - first + 1
-    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, counts))
+    return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, counts, sliding_window_size))
 
 
-def _attended(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
+def _attended(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    earlier_keys: int | None,
+) -> torch.Tensor:
+    """``earlier_keys``: how many before itself a query sees; None: all."""
+    scale = _settings()["scales"][0]
+    if earlier_keys is not None:
+        scale = _settings()["scales"][-1]
+        starts, counts = operators.last_keys(starts, counts, earlier_keys + 1)
     # Of latents the values are the keys' first features, and a view of them: an array would be a copy of the cache.
     values = k_cache if v_cache.data_ptr() == k_cache.data_ptr() else v_cache
-    return operators.attention(query, k_cache, values, *places, _settings()["scale"], width=v_cache.size(-1))
+    return operators.attention(query, k_cache, values, slots, starts, counts, scale, width=v_cache.size(-1))

@@ -52,7 +52,7 @@ def environment(
         model_class: SGLang's class of the model as "module:class". With it the server starts sooner, because SGLang
             does not import every model that it has to find the class.
         without: operators that ``plugin`` leaves alone, because another plugin exchanges them: of "norm",
-            "activation", "rotary" and "attention".
+            "activation", "rotary", "attention" and "experts".
     """
     paths = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != PYTHON_PATH]
     variables = {

@@ -48,12 +48,6 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_host_memory, HookType.REPLACE
     )
-    # What multiplies Qwen2-MoE's shared expert by its gate is a Triton kernel, on every device.
-    HookRegistry.register(
-        "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-        gate_shared_expert,
-        HookType.REPLACE,
-    )
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
@@ -65,6 +59,13 @@ def register_layers(without: Collection[str]) -> None:
     """Exchange what layers compute, except operators that another plugin exchanges."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if "experts" not in without:
+        # What multiplies Qwen2-MoE's shared expert by its gate is a Triton kernel, on every device.
+        HookRegistry.register(
+            "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+            gate_shared_expert,
+            HookType.REPLACE,
+        )
     srt = "sglang.srt.layers."
     for operator, target, hook in (
         ("norm", srt + "layernorm.RMSNorm.forward_native", rms_norm),
