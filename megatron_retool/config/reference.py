@@ -167,9 +167,9 @@ def _plain(text: str) -> str:
 
 def _readers(key: str) -> tuple[str, ...]:
     """Rooms whose sources name the key behind its section's name, as ``engine.count``; where there are none, those that
-    have an attribute of its name; then those that have the name at all, for parameters are filled by it."""
+    have an attribute of its name; then those with a parameter, which may be filled by it; then those with the name."""
     *sections, name = key.replace("[]", "").split(".")
-    for form in (f"{sections[-1]}.{name}", f".{name}", name):
+    for form in (f"{sections[-1]}.{name}", f".{name}", f"{name}:", name):
         rooms = tuple(room for room, names in _names().items() if form in names)
         if rooms:
             return rooms
@@ -178,17 +178,23 @@ def _readers(key: str) -> tuple[str, ...]:
 
 @functools.cache
 def _names() -> dict[str, set[str]]:
-    """Room, such as "loop" or "sglang_rollout" -> what its Python sources name: ``name``, ``.attribute`` (or a string
-    that is one) and ``object.attribute``. Without the configuration itself, and rooms that only set it."""
+    """Room, such as "loop" or "sglang_rollout" -> what its Python sources name: ``name``, ``parameter:``,
+    ``.attribute`` (or a string that is one) and ``object.attribute``.
+
+    Without the configuration itself, rooms that only set it, and tools that stand alone.
+    """
     names: dict[str, set[str]] = {}
     for package in ROOMS:
         for file in sorted((ROOT / package).rglob("*.py")):
             parts = file.relative_to(ROOT).parts
+            if (ROOT / package / parts[1] / "pyproject.toml").exists():
+                continue
             room = parts[1].removesuffix(".py") if package == "megatron_retool" else package
             room = "commands" if room == "__main__" else room
             if room not in ("config", "fields", "registry", "from_verl", "doctor"):
                 text, found = file.read_text(encoding="utf-8"), names.setdefault(room, set())
                 found.update(re.findall(r"\w+", text))
+                found.update(re.findall(r"\w+:(?= )", text))
                 found.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))
                 found.update(map(".".join, re.findall(r"(\w+)(?:\[\w+\])?\.(?=(\w+))", text)))
     return names

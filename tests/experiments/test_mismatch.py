@@ -109,6 +109,7 @@ WHAT_AN_ARM_IS_ABOUT = {
     "int3_fp32_head": ("int3", FP32_HEAD),
     "bfloat16_learner": ("bfloat16", {"learner.dtype": "bfloat16"}),
     "bfloat16_learner_fp32_head": ("bfloat16_learner", FP32_HEAD),
+    "exact": ("bfloat16_learner", {"learner.match_engine": "exact"}),
     "int3_chunked_prefill_off": ("int3", {ENGINE: ["--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5"]}),
     "int3_radix_cache_off": ("int3", {ENGINE: ["--disable-radix-cache"]}),
     "int3_top_p": ("int3", {"rollout.train.top_p": 0.999}),
