@@ -46,6 +46,8 @@ def test_the_command_line(size: str) -> None:
 
 def test_a_version_that_it_is_not_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.why_not() is None
+    pinned = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"sglang=={command.SGLANG_VERSION}"' in pinned
     monkeypatch.setattr(command, "SGLANG_VERSION", "0.5.99")
     assert "pip install sglang==0.5.99" in str(command.why_not())
 
