@@ -5,7 +5,7 @@
     python benchmarks/straggler_demo.py --base runs/demo --refill         # and where they are replaced
 
 A response that is drawn to be long, by its prompt and its place in the group and hence the same one in every mode, is
-told to go on whenever it would end, until it has --tail-tokens. Every mode is a run of --steps steps from the same
+told to continue whenever it would end, until it has --tail-tokens. Every mode is a run of --steps steps from the same
 model and prompts; figures are means over all steps but the first two. Ratios are against the plain mode of the same
 invocation: every group is waited for (with --refill: continuous refill in the order of the data), and training and
 generation take turns.
@@ -39,7 +39,7 @@ GO_ON = "Go on."
 
 
 class LongTail(AgentLoop):
-    """The agent of tool calls, which tells some responses to go on when they would end.
+    """The agent of tool calls, which tells some responses to continue when they would end.
 
     Args:
         share: of the responses that are long.

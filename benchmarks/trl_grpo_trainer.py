@@ -47,7 +47,7 @@ class Service:
                 reply: dict[str, Any] = json.load(response)
                 return reply
         except (OSError, ValueError) as error:
-            # The trainer tells the policy of any Exception that a tool raises, and goes on.
+            # The trainer tells the policy of any Exception that a tool raises, and continues.
             raise SystemExit(f"{self._url}/{path}: {error}") from error
 
 

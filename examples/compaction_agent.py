@@ -15,7 +15,7 @@ async def run(task, client, *, steps=3):
     question, notes = task["messages"][-1]["content"], "nothing yet"
     for step in range(steps):
         asked = (
-            f"{question}\n\nYour notes so far: {notes}\n\nStep {step + 1} of {steps}: go on, and end with new notes."
+            f"{question}\n\nYour notes so far: {notes}\n\nStep {step + 1} of {steps}: continue, and end with new notes."
         )
         answer = await openai.chat.completions.create(model=client.model, messages=[{"role": "user", "content": asked}])
         notes = answer.choices[0].message.content or notes

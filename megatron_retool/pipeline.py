@@ -205,7 +205,7 @@ class Stages:
 
     def left(self) -> int:
         """Say that the request to leave was followed; the exit status of it."""
-        self.console.print("asked to leave: the next start goes on with the stage that is not complete")
+        self.console.print("asked to leave: the next start continues with the stage that is not complete")
         return REQUEUE
 
     def run(self, name: str, command: list[str], done: Path, step: int | None = None) -> None:
@@ -218,7 +218,7 @@ class Stages:
             return
 
         def execute() -> int:
-            with interrupts(how_to_go_on=lambda: f"the same command goes on with {name}"):
+            with interrupts(how_to_go_on=lambda: f"the same command continues with {name}"):
                 code = run_stage(command, lambda process: passed_on(self.leave, lambda: [process]))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
@@ -250,7 +250,7 @@ class Stages:
 
 
 def _whole_model() -> list[str]:
-    """Overrides without adapters: the demo's model begins with random values, which adapters would leave alone."""
+    """Overrides without adapters: the demo's model begins with random values, which adapters would not change."""
     lora = dataclasses.asdict(LoraConfig())
     return [f"learner.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The documentation as a site with search, from local files alone.
+# The documentation as a site with search, from local files only.
 #   bash scripts/docs.sh            serves it on http://localhost:8000 and follows changes
 #   bash scripts/docs.sh build      writes it to runs/site
 set -euo pipefail

@@ -93,7 +93,7 @@ pip="$venv/bin/python -m pip install ${pip_flags[*]}"
 # uv unpacks on all cores, and pip on one.
 get_uv() {
   if ! $pip --no-deps -r requirements/installer.txt; then
-    echo "setup: going on with pip alone, which takes longer" >&2
+    echo "setup: continuing with pip, which takes longer" >&2
     return
   fi
   set_package_index "$venv"

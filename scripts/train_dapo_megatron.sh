@@ -4,7 +4,7 @@
 #   bash scripts/train_dapo_megatron.sh [--config FILE] [dotted.key=value …]
 #
 # Without arguments: the whole demo (data, tiny model, SFT, conversion, RL, evaluation, export, report) on any machine.
-# The same command goes on where a run was stopped. Everything a run leaves is in runs/<trainer.experiment_name>.
+# The same command continues where a run was stopped. Everything a run leaves is in runs/<trainer.experiment_name>.
 #
 #   bash scripts/train_dapo_megatron.sh trainer.experiment_name=mine trainer.total_steps=40
 #   bash scripts/train_dapo_megatron.sh --config configs/retool_qwen2.5_32b_8xh200.yaml

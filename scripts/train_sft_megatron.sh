@@ -3,7 +3,7 @@
 #
 #   bash scripts/train_sft_megatron.sh [--config FILE] [dotted.key=value …]
 #
-# The same command goes on where a run was stopped. Everything a run leaves is in runs/<trainer.experiment_name>.
+# The same command continues where a run was stopped. Everything a run leaves is in runs/<trainer.experiment_name>.
 #
 #   bash scripts/train_sft_megatron.sh --config configs/sft_qwen2.5_32b.yaml
 #

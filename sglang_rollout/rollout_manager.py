@@ -92,7 +92,7 @@ class RolloutManager:
         engine_urls: base URLs of the engines, which serve the same weights.
         tools: opened for each trajectory.
         engine: makes the engines' clients; None takes rollout.engine.backend.
-        restart_engine: brings a dead engine back while the others go on; None: it is left out.
+        restart_engine: brings a dead engine back while the others continue; None: it is left out.
 
     Attributes:
         engines: the engines, as rollout sees them.
@@ -146,7 +146,7 @@ class RolloutManager:
         """Count a training step for paused groups and drop those that are older than rollout.partial.max_age.
 
         Returns:
-            What the others have so far, for ``restore_paused``; it stays as it is when they go on.
+            What the others have so far, for ``restore_paused``; it stays as it is when they continue.
         """
         paused, self._paused = self._paused, []
         for group in paused:

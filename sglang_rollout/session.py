@@ -32,7 +32,7 @@ ABORT_REPEAT_SECONDS = 0.5
 
 
 class RolloutError(OperationError):
-    """Rollout cannot go on: an engine refuses a request, or fails again and again. The message names both."""
+    """Rollout cannot continue: an engine refuses a request, or fails again and again. The message names both."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Session:
         in_flight: of the trajectory's stream.
 
     Attributes:
-        failed: sampling raised, so that no trajectory can be expected to go on.
+        failed: sampling raised, so that no trajectory can be expected to continue.
         sampling: ``generate`` is under way.
     """
 

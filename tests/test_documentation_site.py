@@ -1,4 +1,4 @@
-"""docs/ as a site: complete, searchable, and served from local files alone."""
+"""docs/ as a site: complete, searchable, and served from local files only."""
 
 import json
 import os

@@ -87,13 +87,13 @@ class ToolRegistry:
         return list(self._tools)
 
     def check_resuming(self, rollout: RolloutConfig) -> None:
-        """Raise ConfigError where the run goes on with trajectories that a tool's session could not follow."""
+        """Raise ConfigError where the run continues with trajectories that a tool's session could not follow."""
         for setting in ("partial", "branching"):
             for named in self._tools.values():
                 if getattr(rollout, setting).enable and not named.tool.resumes:
                     raise ConfigError(
                         f"{named.label}: the sessions of {named.name} begin and end with a trajectory, and "
-                        f"rollout.{setting} goes on in the middle of one: set rollout.{setting}.enable to false, or "
+                        f"rollout.{setting} continues in the middle of one: set rollout.{setting}.enable to false, or "
                         "have no session for each trajectory"
                     )
 

@@ -121,7 +121,7 @@ def _add_conversion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_at_least_one, help="threads that convert; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
     parser.add_argument(
-        "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
+        "--allow-missing-tokenizer", action="store_true", help="convert only the weights where there is none"
     )
     parser.add_argument("--no-checksums", action="store_true", help="do not hold the source against its checksums")
     _add_tolerance_and_family(parser)

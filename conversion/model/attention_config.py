@@ -202,7 +202,8 @@ def _latent_softmax_scale(config: ConfigReader, size: int) -> float:
         return size**-0.5
     if not share or share != other or scaling.has("attention_factor"):
         raise UnsupportedArchitecture(
-            f"mscale={shown(share)} with mscale_all_dim={shown(other)}: a factor on rotated features alone is missing"
+            f"mscale={shown(share)} with mscale_all_dim={shown(other)}: a factor on only the rotated features is "
+            "missing"
         )
     factor = scaling.number("factor")
     magnitude = 0.1 * scaling.number("mscale") * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -52,7 +52,7 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
     if groups > 1 and chosen != 2 * limit:
         raise UnsupportedArchitecture(
             f"topk_group={limit} with num_experts_per_tok={chosen}: a choice of groups by their two best scores is "
-            "there for num_experts_per_tok = 2 topk_group alone"
+            "there only for num_experts_per_tok = 2 topk_group"
         )
     return {
         **gates,

@@ -157,7 +157,7 @@ def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None,
     if inner := " or ".join(name for name, family in built_in_families().items() if model_type in family.within):
         raise UnsupportedArchitecture(
             f"model_type={model_type!r} has a tower for images, which is not trained, around its language model "
-            f"({inner}): save the latter alone, with this directory in DIR's place: {LANGUAGE_MODEL}"
+            f"({inner}): save only the latter, with this directory in DIR's place: {LANGUAGE_MODEL}"
         )
     if model_type not in known:
         raise UnsupportedArchitecture(

@@ -87,7 +87,7 @@ def partial_rotary(config: ConfigReader, default: float = 1.0, *, scaled: bool =
     size = int(head * min(share, 2.0))
     if size < head and scaling is not None and scaling.kind in ("yarn", "longrope") and not scaled:
         raise UnsupportedArchitecture(
-            f"{scaling.kind} positions with partial_rotary_factor={share}: a factor on rotated features alone is "
+            f"{scaling.kind} positions with partial_rotary_factor={share}: a factor on only the rotated features is "
             "missing"
         )
     if share > 1 or size < 2 or size % 2:

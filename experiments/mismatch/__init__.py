@@ -10,5 +10,5 @@ One command each, from the repository's root:
     python -m experiments.mismatch.collapse_search
     python -m experiments.mismatch.collapse_search_dense
 
-Each goes on where it stopped, and has a --quick form of minutes.
+Each continues where it stopped, and has a --quick form of minutes.
 """

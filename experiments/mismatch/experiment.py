@@ -53,7 +53,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         try:
-            with interrupts(how_to_go_on=lambda: "the same command goes on from here"):
+            with interrupts(how_to_go_on=lambda: "the same command continues from here"):
                 run_experiment(
                     experiment,
                     output=options.output / "quick" if options.quick else options.output,

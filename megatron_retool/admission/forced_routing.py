@@ -152,7 +152,7 @@ def expectation(
 
 @contextlib.contextmanager
 def recomputing(learner: Any, granularity: str | None) -> Iterator[None]:
-    """A learner that was built without recomputation recomputes whole layers, or the experts ("moe") alone."""
+    """A learner that was built without recomputation recomputes whole layers, or only the experts ("moe")."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     config = learner.transformer_config

@@ -47,7 +47,7 @@ layers Megatron-Core's local ones.
 
 _TAIL = """\
 **round trip**: to Megatron-Core, laid out for TP 2 and PP 2, and back, to the same bits. **unpacked**: one sequence in
-a micro-batch, where the other layouts pack several. **saved by …**: a checkpoint of one layout goes on in another, and
+a micro-batch, where the other layouts pack several. **saved by …**: a checkpoint of one layout loads into another, and
 the converted checkpoint is loaded. **routing replay**: routers forced to given experts, and to their own choice as the
 learner recorded it. **parameters, FLOPs**: the planner's counts against the built model's and torch's.
 **SGLang's class** loads the weights under the names of the weight sync, and nothing of it stays unwritten. **SGLang's
@@ -59,7 +59,7 @@ where SGLang does not serve the family on a CPU: multi-head latent attention, at
 MiniMax-M2. GPUs, bfloat16 and Transformer Engine's layers are not part of it.
 
 In every family positions may be stretched as `linear`, `llama3` and `yarn` do, and as `longrope` does where all layers
-have the same. Some layers alone may have a window (`layer_types`, `max_window_layers`); common prefixes are not shared
+have the same. Only some layers may have a window (`layer_types`, `max_window_layers`); common prefixes are not shared
 where any layer has one.
 
 `longrope` (Phi-3 128k, Phi-3.5-mini, Phi-4-mini) has two sets of factors: `short_factor`, and `long_factor` for texts
@@ -70,7 +70,7 @@ have such log-probs. So every text of a run has the short factors, and a run who
 For longer texts have all of them computed by the long factors, in config.json: `short_factor` as `long_factor`,
 `original_max_position_embeddings` as `max_position_embeddings`, and in the positions' own keys `attention_factor`,
 `short_mscale` and `long_mscale`, of which the refusal says the number. Learner, transformers and SGLang then compute
-the same at any length. SGLang's class of Phi-3 reads `partial_rotary_factor` outside of `rope_parameters` alone: where
+the same at any length. SGLang's class of Phi-3 reads `partial_rotary_factor` only outside of `rope_parameters`: where
 only the latter has it, the run is refused.
 
 Mixtures of experts may have dense layers (`mlp_only_layers`, `decoder_sparse_step`). SGLang's classes of Qwen2-MoE and
@@ -88,28 +88,28 @@ those. An export in FP8 has no such layers, and its config.json says so. That Mi
 `qwen2` otherwise.
 
 SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does not ask for (`use_qk_norm`,
-`use_routing_bias`) and reads `rotary_dim` alone: a configuration without them, as transformers writes its defaults, is
+`use_routing_bias`) and reads only `rotary_dim`: a configuration without them, as transformers writes its defaults, is
 refused with it.
 
 Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
 refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
 converted says `deepseek_v3`, which SGLang and transformers know without code from the hub; so are Moonlight, and
-GLM-4.7-Flash (`glm4_moe_lite`). Weights that are published in low precision alone (block FP8, and the INT4 of Kimi K2
+GLM-4.7-Flash (`glm4_moe_lite`). Weights that are published only in low precision (block FP8, and the INT4 of Kimi K2
 Thinking) are [made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
 
 Latents are normalised with `rms_norm_eps`. SGLang and vLLM do so, and so does Megatron-Core; transformers takes 1e-6
 whatever config.json says, as DeepSeek's own code does, whose models declare 1e-6. Moonlight and GLM-4.7-Flash declare
 1e-5. The policy is what the engine samples from, so the learner follows engines there, and wherever this project
 computes with transformers (admission, `--verify`, the referee, `rollout.engine.backend=transformers`) it sets the
-number in its modules. Who loads such a model with transformers alone gets 1e-6.
+number in its modules. Whoever loads such a model only with transformers gets 1e-6.
 
 DeepSeek-V3.2 (`deepseek_v32`) and GLM-5 (`glm_moe_dsa`) have sparse attention on top of latents: in each layer an
 indexer scores all tokens before a query, and attention sees the `index_topk` tokens with the largest scores. A text of
 up to `index_topk` tokens sees all of them: the learner computes dense attention and skips the indexer. In a longer text
 it computes every pair and drops those that were not chosen. The result is exact, but takes as long as dense attention,
 and each layer keeps a mask with a number for each pair until the backward pass, unless it is recomputed. Kernels that
-compute chosen pairs alone need a GPU, and the learner does not use them. Of equal scores the earlier token's counts as
+compute only chosen pairs need a GPU, and the learner does not use them. Of equal scores the earlier token's counts as
 larger. Packing, tensor, sequence, pipeline, context and expert parallelism and recomputation give the same numbers.
 Shared prefixes are refused by name; so are, as for all latents, Transformer Engine's layers and SGLang on a CPU.
 
@@ -157,7 +157,7 @@ model is, and where decays are fast its chunks lose digits (gradients of the rul
 tiny model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
-tower for images, which is not trained. Such a directory is refused with a command that saves its language model alone
+tower for images, which is not trained. Such a directory is refused with a command that saves only its language model
 (`qwen3_5_text`, `qwen3_5_moe_text`, `qwen3`, `qwen3_moe`, `gemma3_text`, `mistral`, `ministral3`), as which SGLang
 serves it too; that command leaves layers for multi-token prediction behind.
 """

@@ -207,7 +207,7 @@ def compare_engine(log_probs: list[list[float]], hf_dir: Path) -> Found:
 
 def _same_names(found: dict[str, Any], expected: dict[str, Any]) -> None:
     if found.keys() != expected.keys():
-        raise ValueError(f"tensors of one side alone: {', '.join(sorted(found.keys() ^ expected.keys())[:5])}")
+        raise ValueError(f"tensors of only one side: {', '.join(sorted(found.keys() ^ expected.keys())[:5])}")
 
 
 def _missed_parameters(learner: Any) -> float:

@@ -1,4 +1,4 @@
-"""Which models an admission examines, and what their config.json alone refuses: nothing here loads torch for that."""
+"""Which models an admission examines, and what their config.json refuses: nothing here loads torch for that."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--nodes", type=int, help="default: cluster.nodes")
     parser.add_argument("--gpus-per-node", type=int, help="default: cluster.gpus_per_node")
-    parser.add_argument("--sft", action="store_true", help="supervised fine-tuning: the learner alone")
+    parser.add_argument("--sft", action="store_true", help="supervised fine-tuning: only the learner")
     parser.add_argument(
         "--print", dest="keys", metavar="KEYS",
         help="comma-separated: run_dir, experiment_name, nodes, gpus_per_node, world_size",

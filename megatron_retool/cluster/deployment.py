@@ -228,7 +228,7 @@ class Deployment:
         return {"learner": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
 
     async def restart_learner(self) -> None:
-        """Build learner and critic again; engines and tools go on.
+        """Build learner and critic again; engines and tools continue.
 
         Raises:
             RuntimeError: a node is gone, which no new process can replace.

@@ -107,7 +107,7 @@ class GpuPhases:
 
     @asynccontextmanager
     async def sending_to_one(self) -> AsyncIterator[None]:
-        """For bringing one restarted engine up to date while the others go on."""
+        """For bringing one restarted engine up to date while the others continue."""
         if self.enabled:
             await self._models()[0].reload("weights")
         yield

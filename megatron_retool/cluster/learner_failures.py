@@ -24,7 +24,7 @@ class LearnerDied(OperationError):
 
 
 class OutOfStep(OperationError):
-    """A rank left a series of collectives in which others may go on waiting for it: none of them can be used again."""
+    """A rank left a series of collectives in which others may still wait for it: none of them can be used again."""
 
 
 class Severity(IntEnum):

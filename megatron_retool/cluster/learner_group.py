@@ -169,7 +169,7 @@ class LearnerWorker:
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
 
     def of_runs(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A call of ``AdapterRuns``. What is wrong with a request is an answer: the ranks go on.
+        """A call of ``AdapterRuns``. What is wrong with a request is an answer: the ranks continue.
 
         Raises:
             OutOfStep: anything else failed, and other ranks may wait for this one.
@@ -442,7 +442,7 @@ class LearnerGroup:
 
     # Runs of callers that train by themselves (``learner.adapter_runs``). Each method raises RequestRefused where the
     # request is wrong, ConfigError where a setting does not go with runs, and SaveError where writing fails: the ranks
-    # then go on as if they had not been asked.
+    # then continue as if they had not been asked.
 
     async def create_run(self, run: str, *, rank: int, alpha: float, seed: int) -> None:
         """A run with fresh factors and optimizer state; its rank is at most learner.lora.rank."""

@@ -176,12 +176,12 @@ class LogProbCheck:
         others = ", ".join(each for each in wrong if each != url)
         which = f"{len(wrong)} of {compared} engines differ" + (f" (also {others})" if others else "")
         if len(wrong) < compared:
-            which += ": these alone missed something, such as a tensor of a weight sync"
+            which += ": only these missed something, such as a tensor of a weight sync"
         return (
             f"engine {url} and the learner do not compute the same model: their log-probs of a fixed text of "
             f"{len(self._ids)} tokens differ. {wrong[url].diagnosis(bound)}. {which}. docs/mismatch.md has what to "
             f"look at; weight_sync.max_log_prob_difference, {bound:g} now, is the bound in units of the spread, and "
-            "weight_sync.check_log_probs=false goes on regardless"
+            "weight_sync.check_log_probs=false continues regardless"
         )
 
     def _length(self) -> int:

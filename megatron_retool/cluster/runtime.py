@@ -71,7 +71,7 @@ def ray_runtime(cluster: ClusterConfig) -> Iterator[None]:
 
 @contextmanager
 def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
-    """For the length of the block, end this process as soon as one of ``servers`` ends, with a word of how to go on.
+    """For the length of the block, end this process as soon as one of ``servers`` ends, with a word of how to continue.
 
     Ray would keep the driver waiting for minutes, or end it without a word of the run. What works for the driver ends
     with it, but for agents that try for a minute to tell a dead raylet: these are ended here.
@@ -89,7 +89,7 @@ def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
         if over_read in ready:
             return
         print(
-            f"error: Ray's {descriptors[ready[0]]} ended, and the run cannot go on without it; dmesg tells whether "
+            f"error: Ray's {descriptors[ready[0]]} ended, and the run cannot continue without it; dmesg tells whether "
             "memory ran out. Starting the run again resumes it from its last checkpoint",
             flush=True,
         )

@@ -56,7 +56,7 @@ class SandboxGroup:
     """A sandbox server on each node. Requests go through ``client``, from ``start`` on.
 
     A server that ends is started again; an actor that ends gets a successor. A node that leaves Ray takes its server
-    with it, and the others go on.
+    with it, and the others continue.
     """
 
     def __init__(self, config: Config, console: Console) -> None:

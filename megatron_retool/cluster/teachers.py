@@ -211,5 +211,5 @@ class TeacherClient:
                 delay = min(2 * delay, LONGEST_DELAY_SECONDS)
         raise TeacherFailure(
             f"the teacher {self.settings.url} did not {what} in {self._retries + 1} attempts: {last.reason}. Start it "
-            "again; the run goes on from its last checkpoint"
+            "again; the run resumes from its last checkpoint"
         ) from last

@@ -35,7 +35,7 @@ COMMANDS = (
     Command("train", "the RL loop", "megatron_retool.commands.train"),
     Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
     Command("engines", "list, add and remove engines during a run", "megatron_retool.commands.engines"),
-    Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),
+    Command("evaluate", "validation of model.path", "megatron_retool.commands.evaluate"),
     Command("serve", "a model or run behind OpenAI's and Anthropic's APIs", "megatron_retool.commands.serve"),
     Command("tinker", "a server for clients of Tinker, who write the training loop", "megatron_retool.commands.tinker"),
     Command("chat", "talk to a model or run on the terminal", "megatron_retool.commands.chat"),

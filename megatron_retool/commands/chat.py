@@ -8,7 +8,7 @@ the defaults and no system message.
 
 /reset starts over, /quit ends. Ctrl-C stops an answer.
 
-With --prompt one question is answered: its answer alone goes to standard output,
+With --prompt one question is answered: only its answer goes to standard output,
 all the rest to standard error.
 
 examples:

@@ -4,7 +4,7 @@ A model behind any OpenAI-compatible endpoint rewrites each trace. Its code is r
 the sandbox, the outputs that it made up are replaced by the real ones, and what
 breaks the format or misses the answer is rejected, with the reason. DIR gets
 train.parquet, rejected.jsonl, manifest.json and ledger.jsonl, from which the same
-command goes on: what has a verdict is not asked again. docs/data.md has the rest.
+command continues: what has a verdict is not asked again. docs/data.md has the rest.
 
 examples:
   megatron-retool data construct --input traces.jsonl --output data/cold_start \\
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traces.add_argument("--question", metavar="COLUMN", default="question", help="(default: question)")
     traces.add_argument("--reasoning", metavar="COLUMN", default="reasoning", help="(default: reasoning)")
     traces.add_argument("--answer", metavar="COLUMN", default="answer", help="the ground truth (default: answer)")
-    traces.add_argument("--limit", metavar="N", type=at_least(1), help="the first N rows alone")
+    traces.add_argument("--limit", metavar="N", type=at_least(1), help="only the first N rows")
     traces.add_argument("--retry-rejected", action="store_true", help="ask again for what was rejected")
     traces.add_argument(
         "--instruction", metavar="TEXT", help="below the question in the rows (default: data.question_instruction)"

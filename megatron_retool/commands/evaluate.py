@@ -1,4 +1,4 @@
-"""Validation of model.path alone: engines and tools without a learner.
+"""Validation of model.path: engines and tools without a learner.
 
 Answers every prompt of data.val_files rollout.val.n times. Leaves metrics.jsonl
 (step 0) and validation/ in runs/<trainer.experiment_name>. model.path is a

@@ -6,7 +6,7 @@ back, RL, export, report. A stage whose result is there is not run again, and a
 run under another name starts with RL, from the data and the fine-tuned model of
 an earlier one (demo.base).
 
-A run that was stopped goes on from its last checkpoint when the same command is
+A run that was stopped resumes from its last checkpoint when the same command is
 given again (trainer.resume_mode). Everything it leaves is in
 runs/<trainer.experiment_name>.
 

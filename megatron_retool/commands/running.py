@@ -23,7 +23,7 @@ from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
 
-LEFT = {REQUEUE: "asked to leave by SIGUSR1, or it hung: the same command goes on from the last checkpoint"}
+LEFT = {REQUEUE: "asked to leave by SIGUSR1, or it hung: the same command resumes from the last checkpoint"}
 """Exit status of commands that train."""
 
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of model.path on conversations with tool calls: the stages of sft.stages.
 
 Starts learner.world_size processes on this host, or is one of them under
-torchrun or srun. The same command goes on from the last checkpoint.
+torchrun or srun. The same command resumes from the last checkpoint.
 conversion/mcore_to_hf.py makes a Hugging Face model of the last one.
 
 examples:

@@ -3,7 +3,7 @@
 MODEL is the directory of a Hugging Face model, a run (its newest checkpoint), or
 one of a run's checkpoints, which is exported to a temporary directory first. Each
 training client gets an adapter (LoRA) of its own on that model. Runs, checkpoints
-and sessions are kept in --directory: the same command goes on with them.
+and sessions are kept in --directory: the same command continues with them.
 
 The recipes of the cookbook know only published names: tinker.names says which of
 them stands for MODEL. tinker.api_key is the key that calls must show; without it

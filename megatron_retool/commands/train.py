@@ -1,11 +1,11 @@
-"""The RL loop alone: model.path and the data files have to be there.
+"""Trains model.path, which has to be there, as have the data files.
 
 Reads model.path (Hugging Face; model.mcore_path: its Megatron-Core weights),
 data.train_files and data.val_files; with the demo's configuration the data and
 the fine-tuned model of an earlier run (demo.base). Leaves
 runs/<trainer.experiment_name> with metrics.jsonl, rollouts/, validation/,
 checkpoints/ and logs/, and at the end export/ and report/ (trainer.at_end). The
-same command goes on from the last checkpoint (trainer.resume_mode).
+same command resumes from the last checkpoint (trainer.resume_mode).
 
 examples:
   megatron-retool train --config my.yaml

@@ -33,16 +33,16 @@ class OptimizerConfig:  # noqa: D101 (each field that holds one says whose it is
     """Norm to which larger gradients are scaled down; 0: never."""
     skip_grad_norm: float | None = positive(None)
     """Norm before clipping above which an update is left out: weights, the optimizer's state and the learning rate's
-    schedule stay as they were, and the run goes on with the next mini-batch. null: never."""
+    schedule stay as they were, and the run continues with the next mini-batch. null: never."""
     schedule: str = choice("constant", "linear", "cosine")
-    """How the learning rate goes on after the warm-up."""
+    """How the learning rate continues after the warm-up."""
     warmup_steps: int = not_negative(0)
     """Optimizer steps over which the learning rate rises to lr."""
     cpu_offload: bool = False
     """Keep the optimizer's state in the host's memory; needs Transformer Engine."""
     use_precision_aware_optimizer: bool = False
     """Let Transformer Engine's Adam hold the state in the dtypes below. Of float32 main parameters it then keeps the 16
-    bits alone that bfloat16 weights lack: 2 bytes a parameter less, and the same numbers. Off: untested on a GPU."""
+    bits that bfloat16 weights lack: 2 bytes a parameter less, and the same numbers. Off: untested on a GPU."""
     main_params_dtype: str = choice("float32", "float16")
     """Of the main parameters, with use_precision_aware_optimizer."""
     exp_avg_dtype: str = choice("float32", "bfloat16", "float16")
@@ -60,7 +60,7 @@ class OptimizerConfig:  # noqa: D101 (each field that holds one says whose it is
         if self.name == "muon":
             for name in ("cpu_offload", "use_precision_aware_optimizer"):
                 if getattr(self, name):
-                    raise ConfigError(f"{key}.{name}=true is for AdamW alone: set it to false, or {key}.name=adamw")
+                    raise ConfigError(f"{key}.{name}=true is only for AdamW: set it to false, or {key}.name=adamw")
         if self.use_precision_aware_optimizer and self.cpu_offload:
             raise ConfigError(f"{aware}=true is for state on the GPU: set {key}.cpu_offload=false")
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -105,7 +105,7 @@ class CriticConfig:
     value_clip: float = positive(0.5)
     """How far a value may move from the one before the update, within one step."""
     warmup_steps: int = not_negative(0)
-    """First steps in which the critic alone learns."""
+    """First steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class SpeculativeConfig:
     num_steps: int | None = at_least_one(None, maximum=64)
     """Passes of the draft model for each check; null lets SGLang choose."""
     eagle_topk: int | None = at_least_one(None, maximum=64)
-    """Guesses that each pass goes on from; null lets SGLang choose."""
+    """Guesses that each pass continues from; null lets SGLang choose."""
     num_draft_tokens: int | None = at_least_one(None, maximum=256)
     """Tokens that are checked together; null lets SGLang choose."""
 
@@ -253,7 +253,7 @@ class EngineConfig:
         if self.attention_data_parallel_size > 1:
             raise ConfigError(
                 f"{said} does not go with {key}.attention_data_parallel_size={self.attention_data_parallel_size}: "
-                "SGLang has draft models for one group alone. Use one of them"
+                "SGLang has draft models for one group only. Use one of them"
             )
 
     def _check_adapters(self, key: str) -> None:
@@ -327,7 +327,7 @@ class PartialRolloutConfig:
     """Pausing long responses."""
 
     enable: bool = False
-    """Responses that are not finished when a step has its groups are paused, and go on in the next step.
+    """Responses that are not finished when a step has its groups are paused, and continue in the next step.
     Their tool calls run on meanwhile and are not made again."""
     over_sampling_factor: float = number(1.25, minimum=1, maximum=1000)
     """Groups started for each group needed. Without dynamic sampling 1 leaves nothing to pause."""

@@ -47,7 +47,7 @@ class TrainerConfig:
     max_age: int = at_least_one(1, maximum=1000)
     """async: weight updates by which the oldest token that is trained on may be behind the learner."""
     deterministic: bool = False
-    """Two runs with this seed, and one that is killed and goes on, are equal to the bit on the same machine and layout:
+    """Two runs with this seed, and one that is killed and resumed, are equal to the bit on the same machine and layout:
     token ids, rewards, metrics (of time and caches apart) and weights. It seeds the engines too (with this seed, where
     rollout.engine.random_seed is null), and takes deterministic kernels on both sides."""
     total_steps: int | None = at_least_one(None)
@@ -64,7 +64,7 @@ class TrainerConfig:
     save_freq: int = not_negative(30)
     """Steps between checkpoints; 0: only at the end."""
     save_weights_freq: int = not_negative(0)
-    """Steps between checkpoints of the policy's weights alone (checkpoints/weights_step_N): to evaluate, to export and
+    """Steps between checkpoints of only the policy's weights (checkpoints/weights_step_N): to evaluate, to export and
     to begin another run from (model.mcore_path), but not to resume from; 0: none."""
     val_before_train: bool = True
     """A validation before the first step."""
@@ -78,8 +78,8 @@ class TrainerConfig:
     log_val_generations: int = not_negative(4)
     """Responses that each full validation prints, and shows in the loggers that have tables."""
     resume_mode: str = choice("auto", "disable", "resume_path")
-    """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start over.
-    resume_path: go on from resume_from_path."""
+    """auto: resume from the run's newest complete checkpoint. disable: set an earlier run aside and start over.
+    resume_path: continue from resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint, …/global_step_N."""
     verify_checkpoints: bool = True

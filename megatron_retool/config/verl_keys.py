@@ -161,7 +161,7 @@ def _optimizer(verl: str, ours: str) -> list[VerlKey]:
         VerlKey(f"{verl}.min_lr_ratio", (f"{ours}.min_lr",), "ratio x lr"),
         VerlKey(f"{verl}.override_optimizer_config.optimizer_cpu_offload", (f"{ours}.cpu_offload",), convert=_same),
         VerlKey(f"{verl}.override_optimizer_config.use_precision_aware_optimizer",
-                (f"{ours}.use_precision_aware_optimizer",), "part of cpu_offload here, and set without it alone"),
+                (f"{ours}.use_precision_aware_optimizer",), "part of cpu_offload here, and set only without it"),
         *(VerlKey(f"{verl}.override_optimizer_config.{name}", (f"{ours}.{name}",),
                   "with use_precision_aware_optimizer")
           for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),

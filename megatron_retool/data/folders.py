@@ -95,7 +95,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _pattern(folder: Path, group: Sequence[Path]) -> str:
-    """What names a group alone: its only file, its directory, or a pattern."""
+    """What names a group by itself: its only file, its directory, or a pattern."""
     if len(group) == 1:
         return str(group[0])
     inside, names = group[0].parent, [file.name for file in group]

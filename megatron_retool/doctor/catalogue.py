@@ -243,7 +243,7 @@ STEPS = (
         ENGINE,
         "log-probs of sampled responses against the learner's, with the engine's experts replayed",
         "megatron_retool.doctor.engine_steps:replay",
-        "docs/mismatch.md and docs/algorithms.md; learner.routing_replay=none goes on without replay",
+        "docs/mismatch.md and docs/algorithms.md; learner.routing_replay=none continues without replay",
         needs=("engine",),
     ),
     DoctorStep(
@@ -299,7 +299,7 @@ STEPS = (
     DoctorStep(
         "checkpoint",
         CHECKPOINT,
-        "saved, loaded, in another layout too: loss and learning rate go on",
+        "saved, loaded, in another layout too: loss and learning rate continue",
         "megatron_retool.doctor.checkpoint_steps:checkpoint",
         "a disk that is full or slow shows in the log; megatron-retool check DIR holds files against checksums",
         needs=("reference",),

@@ -24,7 +24,7 @@ class Skipped(Exception):
 
 
 class StepFailed(OperationError):
-    """A step cannot go on; the message says why. ``cure`` replaces the step's own, where the cause is known."""
+    """A step cannot continue; the message says why. ``cure`` replaces the step's own, where the cause is known."""
 
     def __init__(self, message: str, cure: str = "") -> None:
         super().__init__(message)

@@ -224,7 +224,7 @@ def advantage_and_loss(values: VerlValues) -> Settings:
             del found[ours]
     if f"{ACTOR}.clip_ratio" in values.given and f"{ACTOR}.clip_ratio_low" not in values.given:
         values.decide(
-            f"{ACTOR}.clip_ratio={clip} alone: verl from 0.5 on ignores it, for clip_ratio_low and clip_ratio_high "
+            f"{ACTOR}.clip_ratio={clip} by itself: verl from 0.5 on ignores it, for clip_ratio_low and clip_ratio_high "
             "default to 0.2; here it is taken for both"
         )
     return found

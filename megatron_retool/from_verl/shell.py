@@ -81,7 +81,7 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
 
 
 def _statements(text: str) -> list[str]:
-    """Logical lines without comments and here documents; an open parenthesis or quote goes on in the next line."""
+    """Logical lines without comments and here documents; an open parenthesis or quote continues in the next line."""
     lines, current, first, end = list[str](), "", 0, None
     depth, quotes = 0, {"'": 0, '"': 0}
     for number, raw in enumerate(text.splitlines(), 1):

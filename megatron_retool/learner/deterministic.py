@@ -72,7 +72,7 @@ def check_attention(
             f"{said}, and takes {acceleration.flash_attention} there, while old log-probs stay with cuDNN: a policy "
             f"that has not moved has other probabilities in its update than before it. To keep one kernel, {cures}"
         )
-    said += ", and no flash-attn package is installed to go on with"
+    said += ", and no flash-attn package is installed to continue with"
     if longest >= alone:
         raise ConfigError(f"{said}: install flash-attn-4, or {cures}")
     return f"{said}, so that such an update fails: install flash-attn-4, or {cures}"

@@ -42,8 +42,8 @@ def check_performance(
         )
     if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
         raise ConfigError(
-            f"this {architecture.family} model has attention sinks and biased experts, which are there in "
-            "Megatron-Core's local layers on a CPU alone: train it on a host without CUDA and Transformer Engine"
+            f"this {architecture.family} model has attention sinks and biased experts, which only Megatron-"
+            "Core's local layers have, and only on a CPU: train it on a host without CUDA and Transformer Engine"
         )
     if learner.share_prefixes and architecture.attention_sinks:
         raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")

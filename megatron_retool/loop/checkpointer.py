@@ -62,7 +62,7 @@ class _Pending:
     Attributes:
         contents: None: only weights are written.
         weights: there is to be a checkpoint of only the weights, beside a complete one or by itself.
-        required: the run cannot go on without it.
+        required: the run cannot continue without it.
         sealed: nothing but the name is missing.
         seconds: that the run has waited for it.
         bytes: of the complete checkpoint, and of the one of only the weights.
@@ -197,7 +197,8 @@ class Checkpointer:
                 raise
             self._failed += 1
             self._missing |= kinds
-            self._say(f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again", "bold red")
+            text = f"{error}. Training continues (trainer.on_failed_save), and the next step tries again"
+            self._say(text, "bold red")
 
     async def _write(self, pending: _Pending) -> None:
         await self._finish()
@@ -250,7 +251,7 @@ class Checkpointer:
             if pending.weights:
                 weights = publish_weights(run_dir, pending.step)
                 shared = f", in files of global_step_{pending.step}" if pending.contents else ""
-                said.append(f"{weights.path}, {size_text(pending.bytes[1])} of weights alone{shared}")
+                said.append(f"{weights.path}, {size_text(pending.bytes[1])} of only weights{shared}")
             if pending.contents is not None:
                 self.newest = publish_checkpoint(workspace, pending.step)
                 said.insert(0, f"{self.newest.path}, {size_text(pending.bytes[0])}")

@@ -160,7 +160,7 @@ def check_exact(batch: TrajectoryBatch, current_version: int) -> None:
             f"learner.match_engine=exact: {int(wrong.sum())} of {int(compared.sum())} sampled tokens have another "
             f"log-prob in the learner than in the engine, by up to {difference[worst]:.3g}. Both compute the same "
             "operators, so they do not have the same weights (set weight_sync.verify=true), or do not run on the same "
-            "kind of processor. To go on with what is apart, set it to none"
+            "kind of processor. To continue with what is apart, set it to none"
         )
 
 

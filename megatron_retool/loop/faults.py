@@ -33,7 +33,7 @@ class LearnerRecovery:
         self._checkpoint = checkpointer.newest
 
     async def after(self, error: LearnerDied) -> None:
-        """Learner and prompts as at the start, so that the loop may go on from the newest checkpoint.
+        """Learner and prompts as at the start, so that the loop may resume from the newest checkpoint.
 
         Raises:
             RuntimeError: it died too often, or a node is gone.
@@ -55,7 +55,7 @@ class LearnerRecovery:
             self._restarts += 1
             run.console.print(str(error), style="yellow", markup=False, highlight=False)
             run.console.print(
-                f"building the learner again ({self._restarts} of {limit}): the run goes on from {place}",
+                f"building the learner again ({self._restarts} of {limit}): the run resumes from {place}",
                 style="yellow",
                 markup=False,
                 highlight=False,

@@ -57,14 +57,14 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
             say(f"  {key}: {_shown(before)}, now {_shown(now)}")
     if finished:
         effect = ", and these settings have no effect" if changed else ""
-        say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To go on, raise "
+        say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To continue, raise "
             "trainer.total_steps; to start over, choose another trainer.experiment_name")  # fmt: skip
         return True
     stopping = EarlyStopping(config.trainer.early_stopping)
     if config.trainer.early_stopping.metric:
         stopping.load_state_dict(resume.read("trainer_state.json").get("early_stopping", {}))
     if stopping.stops:
-        say(f"{stopping.reason}: {resume.path} is the last step, and there is nothing to train. To go on, raise "
+        say(f"{stopping.reason}: {resume.path} is the last step, and there is nothing to train. To continue, raise "
             "trainer.early_stopping.patience, or empty trainer.early_stopping.metric")  # fmt: skip
         return True
     if changed:
@@ -104,8 +104,8 @@ def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any
     schedule = config.learner.optimizer.schedule
     if schedule != "constant" and any(key.startswith("trainer.total_") for key in changed):
         yield (
-            f"learner.optimizer.schedule={schedule} ends at the new last step: the learning rate goes on where the new "
-            f"schedule stands at step {resume.step + 1}, which is above or below where the old one was"
+            f"learner.optimizer.schedule={schedule} ends at the new last step: the learning rate continues where the "
+            f"new schedule stands at step {resume.step + 1}, which is above or below where the old one was"
         )
     now = expected_updates(config)
     then = max(1, round(_before(config, changed, "data.train_batch_size") * _before(config, changed, "rollout.train.n")
@@ -118,7 +118,7 @@ def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any
             f"after step {resume.step}; learner.mini_batch_size={size} would keep {then}"
         )
     if any(key in ("model.path", "model.mcore_path") for key in changed):
-        yield "model.path and model.mcore_path name no weights for a run that goes on: its checkpoint has them"
+        yield "model.path and model.mcore_path name no weights for a run that continues: its checkpoint has them"
 
 
 def _before(config: Config, changed: Mapping[str, tuple[Any, Any]], key: str) -> int:

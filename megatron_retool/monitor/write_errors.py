@@ -20,7 +20,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WriteErrors:
-    """Counts and names files that could not be written, and lets the run go on.
+    """Counts and names files that could not be written, and lets the run continue.
 
     Attributes:
         count: failed writes since the start.
@@ -48,7 +48,7 @@ class WriteErrors:
                 # The console's own output may go to the disk that is full.
                 with contextlib.suppress(OSError):
                     self._console.print(
-                        f"{path} was not written: {error.strerror or error}. The run goes on without it, and without "
+                        f"{path} was not written: {error.strerror or error}. The run continues without it, and without "
                         "what cannot be written there after it (monitor/write_errors counts)",
                         style="bold red",
                         markup=False,

@@ -428,7 +428,7 @@ class RolloutSimulation:
                 del self._open[key]
         for trajectory in paused:
             trajectory.pause()
-        # In the order in which they were started: the oldest go on first.
+        # In the order in which they were started: the oldest continue first.
         self._queue = deque(paused)
         self._events.clear()
         self._waiting_calls.clear()

@@ -83,7 +83,7 @@ class Response:
         self.context += self.result
 
     def pause(self) -> None:
-        """Give up the place at the engine; a call that is out will have its result by the time it goes on."""
+        """Give up the place at the engine; a call that is out will have its result by the time it continues."""
         progress = self.progress()
         self.sampled += progress
         self.context += progress

@@ -223,7 +223,7 @@ class ReplyCache:
         return None if row is None else ChatReply(*row)
 
     def keep(self, key: bytes, reply: ChatReply) -> None:
-        """Remember a reply. A full disk costs the reply only: the run goes on."""
+        """Remember a reply. A full disk costs the reply only: the run continues."""
         row = (key, reply.text, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
         with self._lock, contextlib.suppress(sqlite3.Error):
             self._database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", row)

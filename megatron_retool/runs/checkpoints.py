@@ -143,8 +143,8 @@ def _chosen(trainer: TrainerConfig, run_dir: Path) -> Checkpoint | None:
     path = Path(trainer.resume_from_path or "")
     if (weights := weights_checkpoint(path)) is not None:
         raise ConfigError(
-            f"trainer.resume_from_path={path} holds the weights of step {weights.step} alone: without optimizer, data "
-            f"position and step no run goes on from it. A new run begins from it with model.mcore_path={path} and "
+            f"trainer.resume_from_path={path} holds only the weights of step {weights.step}: without optimizer, data "
+            f"position and step no run continues from it. A new run begins from it with model.mcore_path={path} and "
             "another trainer.experiment_name; the checkpoints to resume from are named global_step_N"
         )
     match = CHECKPOINT_NAME.fullmatch(path.name)
@@ -166,7 +166,7 @@ def how_to_go_on(config: Config) -> str:
     command = "the same command"
     if config.trainer.resume_mode == "disable":
         command += " with trainer.resume_mode=auto"
-    return f"{command} goes on after step {complete[-1].step} ({complete[-1].path})"
+    return f"{command} continues after step {complete[-1].step} ({complete[-1].path})"
 
 
 def remove_unfinished(run_dir: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 One is a Megatron-Core checkpoint as ``conversion/hf_to_mcore.py`` makes it, of the policy:
 ``conversion/mcore_to_hf.py`` exports it, ``megatron-retool evaluate`` takes it as model.path, and as model.mcore_path
-another run begins from it. It has no optimizer, no data position and no step to go on from, so no run resumes from it.
+another run begins from it. It has no optimizer, no data position and no step, so no run resumes from it.
 """
 
 from __future__ import annotations

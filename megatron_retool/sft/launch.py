@@ -55,8 +55,8 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
             remove_unfinished(config.run_dir)  # of a save that was stopped, which no process writes any more
     if config.cluster.nodes > 1:
         raise ConfigError(
-            f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; alone it "
-            "starts processes on its own host only"
+            f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; by itself "
+            "it starts processes only on its own host"
         )
     if config.trainer.resume_mode == "disable":
         set_aside(config.run_dir)

@@ -122,7 +122,7 @@ def first_difference(a: Path, b: Path, problems: list[str]) -> Difference | None
     rows = [dict(zip(found.steps, found.rows, strict=True)) for found in curves]
     only = sorted(steps[0] ^ steps[1])
     if only:
-        problems.append(f"rollouts of {len(only)} steps are in one of the runs alone, the first of them step {only[0]}")
+        problems.append(f"rollouts of {len(only)} steps are in only one of the runs, the first of them step {only[0]}")
     for step in sorted((steps[0] & steps[1]) | (rows[0].keys() & rows[1].keys())):
         found = None
         if step in steps[0] & steps[1]:

@@ -21,7 +21,7 @@ ORDER = (
     Phase.GENERATION, Phase.PHASE_SWITCH, Phase.OLD_LOG_PROB, Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE,
     Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC, Phase.WEIGHT_SYNC,
 )  # fmt: skip
-"""A step's phases in the order in which they begin. Actor's and critic's updates go on side by side."""
+"""A step's phases in the order in which they begin. Actor's and critic's updates run side by side."""
 AFTER = (Phase.QUICK_VALIDATION, Phase.VALIDATION, Phase.SAVE_CHECKPOINT)
 WITHIN = {Phase.REWARD: Phase.GENERATION}
 _NO_TIMES = (

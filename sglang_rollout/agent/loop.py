@@ -257,7 +257,7 @@ class Agent(Protocol):
         """Go on until the trajectory is finished (True; finish_reason is set) or paused (False; called again later).
 
         All that it must know later is in ``state``. ``paused()`` true, or a result whose finish_reason is "abort", asks
-        for a return at the next place from which the trajectory can go on. What ``generate`` raises goes to the caller.
+        for a return at the next place where it can be continued. What ``generate`` raises goes to the caller.
         """
         ...
 

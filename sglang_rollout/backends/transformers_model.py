@@ -222,7 +222,7 @@ class BatchedModel:
         return self._forward(ids, (self._mask.cumsum(-1) - 1).clamp(min=0), cache=None)
 
     def _decode(self, rows: list[int]) -> torch.Tensor:
-        """Logits [sequences, vocabulary] of the next token; ``rows`` of the cache go on."""
+        """Logits [sequences, vocabulary] of the next token; ``rows`` of the cache continue."""
         if len(rows) < len(self._mask):
             self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
             self._mask = self._mask[rows]

@@ -351,7 +351,7 @@ class AdapterClient(Protocol):
     engine of your own may leave it out."""
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter under a name of its own; other requests go on meanwhile.
+        """Load an adapter under a name of its own; other requests continue meanwhile.
 
         Args:
             directory: PEFT's files (adapter_config.json, adapter_model.safetensors), where the engine sees them. They
@@ -434,7 +434,7 @@ class WeightSync(Protocol):
         """Send ``buckets`` of (Hugging Face name, full tensor) to every engine as weight version ``version``.
 
         Every parameter must be in exactly one bucket. When this returns, every engine samples with ``version``, and
-        requests in flight go on with it.
+        requests in flight continue with it.
 
         Raises:
             WeightSyncError: naming the engines at fault, which are then started again.

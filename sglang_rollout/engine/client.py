@@ -132,7 +132,7 @@ class SGLangClient:
                 return self._parse(await call, request)
             except (asyncio.CancelledError, EngineTimeout, EngineUnavailable) as error:
                 call.cancel()
-                # The connection is gone, the request is not: it would go on using the engine.
+                # The connection is gone, the request is not: it would continue using the engine.
                 self._in_background(self._abort_quietly(rid))
                 if not isinstance(error, EngineUnavailable) or attempt == self.retries:
                     raise

@@ -31,7 +31,7 @@ class EnginePool:
         base_urls: the engines'.
         config: rollout.
         statistics: counts failures and deaths.
-        restart: brings a dead engine back while the others go on; None: it is left out.
+        restart: brings a dead engine back while the others continue; None: it is left out.
 
     Attributes:
         router: who has a place where.
@@ -144,7 +144,7 @@ class EnginePool:
         self.router.recovery_expected |= self._restart is not None
         self.router.mark_dead(engine)
         self._statistics.engines_lost += 1
-        logger.warning("engine %s is lost, its trajectories go on elsewhere: %s", engine.url, error)
+        logger.warning("engine %s is lost, its trajectories continue elsewhere: %s", engine.url, error)
         if self._restart is not None:
             task = asyncio.create_task(self._bring_back(engine, self._restart))
             self._restarts.add(task)

@@ -3,7 +3,7 @@
 A trajectory stays with its engine while it lives: the next turn finds its whole past in that engine's prefix cache.
 A new one goes where its group is (the prompt is cached there), and one that gave its place back between two turns goes
 where it was, unless that engine is clearly busier than the least loaded one. An engine that fails is left out; its
-trajectories take another one and go on from their token ids.
+trajectories take another one and continue from their token ids.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def environment_of(rollout: RolloutConfig) -> Extension[Callable[..., Any]]:
         )
     for setting in ("partial", "branching"):
         if getattr(rollout, setting).enable and not environment.replays:
-            what = "goes on with" if setting == "partial" else "forks"
+            what = "continues with" if setting == "partial" else "forks"
             raise ExtensionError(
                 f"{made.label}: rollout.{setting} {what} trajectories, and {type(environment).__name__} cannot be gone "
                 f"through again: set rollout.{setting}.enable to false, or replays = True in it where the same row and "

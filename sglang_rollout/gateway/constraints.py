@@ -154,7 +154,7 @@ def _measured(schema: Json, field: str) -> int:
             if key in _DROPPED:
                 raise invalid(field, f"{key!r} is not supported: an answer could not be held to it")
             if key == "$ref" and not str(inner).startswith("#"):
-                raise invalid(field, "$ref: a schema refers to itself alone (#/$defs/…)")
+                raise invalid(field, "$ref: a schema refers only to itself (#/$defs/…)")
             if key in ("pattern", "patternProperties"):
                 written = list(inner) if isinstance(inner, dict) else [inner]
                 repetitions += sum(_pattern_repetitions(each, field) for each in written)

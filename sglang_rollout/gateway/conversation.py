@@ -65,7 +65,7 @@ class ConversationCall:
 
 @dataclass(frozen=True)
 class TextCall:
-    """A request to go on with texts, without a chat template.
+    """A request to continue with texts, without a chat template.
 
     Attributes:
         prompts: texts, or token ids.

@@ -105,7 +105,7 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
 
     def _read(self, request: httpx.Request, body: bytes) -> ApiRequest:
         if request.url.netloc != self.netloc:
-            raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
+            raise httpx.ConnectError(f"{request.url}: this client leads only to the gateway", request=request)
         return ApiRequest(request.method, request.url.path, request.headers, _reader(body))
 
 

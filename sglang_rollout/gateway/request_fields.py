@@ -130,7 +130,7 @@ COMPLETIONS: dict[str, Field] = {
     "top_p": _SERVED,
     "user": _HARMLESS,
     "best_of": Field("refused", "every answer that is sampled is given: use n", (1,)),
-    "suffix": Field("refused", "the model goes on with a text, it fills no gap"),
+    "suffix": Field("refused", "the model continues with a text, it fills no gap"),
     **{name: CHAT[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias")},
 }
 RESPONSES: dict[str, Field] = {

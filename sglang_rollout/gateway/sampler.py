@@ -75,7 +75,7 @@ class PoolSampler:
                 await asyncio.sleep(0.005)
 
     def resume(self) -> None:
-        """Let calls go on."""
+        """Let calls continue."""
         self._in_flight.pausing = False
         self._open.set()
 
@@ -141,7 +141,7 @@ class PoolSampler:
                 router.release(lease)
 
     async def _opened(self, work: TrajectoryState) -> None:
-        """Wait until calls may go on, which takes nothing of the time of ``work``."""
+        """Wait until calls may continue, which takes nothing of the time of ``work``."""
         held = time.monotonic()
         try:
             await self._open.wait()

@@ -216,7 +216,7 @@ class OpenSession:
         return answers
 
     async def complete(self, call: TextCall) -> list[TextAnswer]:
-        """How the prompts of ``call`` go on; nothing of it is kept, so a session that is trained on refuses it.
+        """How the prompts of ``call`` continue; nothing of it is kept, so a session that is trained on refuses it.
 
         Raises:
             ApiError: as ``answer``; or what is sampled here is trained on.

@@ -110,7 +110,7 @@ class TaskAgent:
         """One whole rollout; ``state`` gets its rows and its finish reason. False: it is not to begin now.
 
         Raises:
-            RolloutError, NoEngineAvailable: the engines could not answer, so that no other agent can go on either.
+            RolloutError, NoEngineAvailable: the engines could not answer, so that no other agent can continue either.
         """
         async with self._shared.places:
             if paused():

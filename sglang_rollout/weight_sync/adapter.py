@@ -1,6 +1,6 @@
 """The policy's adapter (LoRA) in place of all weights: learner.lora.sync=adapter.
 
-Each version is loaded beside the ones before, under a name of its own, while engines go on generating. Who unloads old
+Each version is loaded beside the ones before, under a name of its own, while engines generate. Who unloads old
 ones is the driver (``SGLangEngine.serve``), which knows the requests that still use them.
 """
 

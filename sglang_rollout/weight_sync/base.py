@@ -4,8 +4,8 @@
         report = sync.push(learner.export_weights(bucket_bytes), version=step)
 
 ``push`` runs in one rank of the learner and needs neither sglang nor ray. Whatever the way of the bytes, the steps are
-the same: hold the engines (requests in flight are retracted and go on afterwards), open an update session, send bucket
-after bucket, close the session, forget cached prefixes, set the version, let the engines go on, and check that every
+the same: hold the engines (requests in flight are retracted and resumed later), open an update session, send bucket
+after bucket, close the session, forget cached prefixes, set the version, let the engines continue, and check that every
 engine reports the new version. With ``verify`` the checksum of every engine tensor is compared with what was sent.
 
 | method | way | for |

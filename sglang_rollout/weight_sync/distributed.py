@@ -184,7 +184,7 @@ def _leave(group: Any, backend: str | None) -> None:
 
 
 def _send_away(calls: Sequence[Future[Any]], address: str, port: int, world_size: int) -> None:
-    """Let engines that wait for a group which will not come go on serving: a store that closes on them ends their
+    """Let engines that wait for a group which will not come continue serving: a store that closes on them ends their
     wait at once, which otherwise lasts for torch's default of half an hour.
 
     Engines try to connect at growing intervals, so the store opens again and again until each has answered its call.

@@ -115,7 +115,7 @@ def test_code_is_read_as_far_as_the_model_refers_to_it() -> None:
 def test_a_known_family_with_a_part_that_is_missing(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     said = refusal({**MODELS["glm-4.5"], "rope_scaling": yarn}, tmp_path)
-    assert "yarn positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing" in said
+    assert "yarn positions with partial_rotary_factor=0.5: a factor on only the rotated features is missing" in said
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The end of a server that the driver cannot go on without."""
+"""The end of a server that the driver cannot continue without."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def run(fate: str) -> subprocess.CompletedProcess[str]:
 def test_the_driver_ends_at_once_with_a_server_of_ray_and_says_how_to_go_on() -> None:
     done = run("dies")
     assert done.returncode == REQUEUE
-    assert "ended, and the run cannot go on without it" in done.stdout and "resumes it from its last" in done.stdout
+    assert "ended, and the run cannot continue without it" in done.stdout and "resumes it from its last" in done.stdout
     assert run("lives").returncode == 0

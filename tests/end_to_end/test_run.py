@@ -92,7 +92,7 @@ def test_weights_alone_and_profile_of_the_second_step(demo_run: FinishedRun):
     rows = steps(run_dir)
     assert 0 < rows[2]["checkpoint/weights_size_gb"] < rows[2]["checkpoint/size_gb"] / 2
     assert "checkpoint/weights_size_gb" not in rows[3] and rows[3]["checkpoint/seconds"] > 0
-    assert "of weights alone, in files of global_step_2 (compressed by zstd)" in " ".join(demo_run.output.split())
+    assert "of only weights, in files of global_step_2 (compressed by zstd)" in " ".join(demo_run.output.split())
 
     profile = run_dir / "profile"
     page = (profile / "step_000002.md").read_text()

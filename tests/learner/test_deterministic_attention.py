@@ -63,7 +63,7 @@ def test_short_texts_reach_it_together() -> None:
 def test_a_text_that_no_kernel_takes_is_refused_before_any_weight_is_read() -> None:
     bare = replace(H200, flash_attention=None)
     with pytest.raises(
-        ConfigError, match="no flash-attn package is installed to go on with: install flash-attn-4, or "
+        ConfigError, match="no flash-attn package is installed to continue with: install flash-attn-4, or "
     ):
         check(bare)
     said = check(bare, "data.max_response_length=2048")

@@ -1,4 +1,4 @@
-"""Muon is that of the published formula on whole matrices, in every layout, and goes on from checkpoints of others."""
+"""Muon is that of the published formula on whole matrices, in every layout, and resumes from checkpoints of others."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_in_bfloat16_its_main_parameters_and_means_are_saved(models: dict[str, P
     again.load(tmp_path / "muon")
     update(again, 2)
     assert all(torch.equal(tensor, exported(again)[name]) for name, tensor in exported(learner).items())
-    with pytest.raises(CheckpointError, match=r"saved with optimizer.name=muon, whose state adamw cannot go on from"):
+    with pytest.raises(CheckpointError, match=r"saved with optimizer.name=muon, whose state adamw cannot resume from"):
         build(models["dense"], settings, ADAMW).load(tmp_path / "muon")
 
 
@@ -308,7 +308,7 @@ def test_its_state_leaves_the_device_and_comes_back(models: dict[str, Path]) -> 
         ([], "learner.optimizer.name=muon needs learner.use_distributed_optimizer=false"),
         (["learner.dtype=float16"], "learner.optimizer.name=muon needs learner.use_distributed_optimizer=false"),
         (["learner.use_distributed_optimizer=false", "learner.dtype=float16"], "needs learner.dtype=bfloat16 or"),
-        (["learner.optimizer.cpu_offload=true"], "learner.optimizer.cpu_offload=true is for AdamW alone"),
+        (["learner.optimizer.cpu_offload=true"], "learner.optimizer.cpu_offload=true is only for AdamW"),
         (["learner.optimizer.name=adamw", "learner.critic.optimizer.name=muon"], "learner.critic.optimizer.name=muon"),
         (["learner.optimizer.name=adamw", "sft.stages=[{optimizer: {name: muon}}]"], "sft.stages.0..optimizer.name"),
     ],

@@ -45,7 +45,7 @@ def check(
         ({"moe_permute_fusion": True}, {}, {"model": DENSE}, "moe_permute_fusion needs a mixture-of-experts model"),
         ({"moe_permute_fusion": True}, {}, {"machine": BARE_H200}, "needs CUDA and Transformer Engine: set learner"),
         ({}, {}, {"model": LATENT}, "multi-head latent attention, which was never tried"),
-        ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* on a CPU alone: train it on a host without"),
+        ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* only on a CPU: train it on a host without"),
         ({}, {}, {"model": SINKS, "machine": BARE_H200}, "attention sinks and biased experts"),
         ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
         ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which were never tried beside"),

@@ -1,4 +1,4 @@
-"""A disk that is full when a checkpoint is due: the old one stays, the run goes on, and the next step tries again."""
+"""A disk that is full when a checkpoint is due: the old one stays, the run continues, and the next step tries again."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_run_goes_on_and_tries_again_until_one_is_written(tmp_path: Path) -> Non
     assert save_step(checkpointer, 1, wait=False) == 1 and checkpointer.overdue
     assert save_step(checkpointer, 2, wait=False) == 2
     assert "disk full. There is no older one" in console.export_text(clear=False)
-    assert "Training goes on (trainer.on_failed_save)" in console.export_text()
+    assert "Training continues (trainer.on_failed_save)" in console.export_text()
     with pytest.raises(SaveError):  # the last step's, or the one before a requeue
         save_step(checkpointer, 3)
     learner.error = None
@@ -157,7 +157,7 @@ def test_two_kinds_of_one_step_are_written_once(tmp_path: Path, monkeypatch: pyt
     assert both["checkpoint/weights_size_gb"] == learner.size / 2**30 <= both["checkpoint/size_gb"]
     text = console.export_text()
     assert text.startswith("saved ") and "global_step_2, 390." in text
-    assert "weights_step_2, 390.6 KiB of weights alone, in files of global_step_2, in " in text
+    assert "weights_step_2, 390.6 KiB of only weights, in files of global_step_2, in " in text
     alone = save_both(checkpointer, 3, complete=False, weights=True)
     assert learner.saved == [False, True] and "checkpoint/size_gb" not in alone
     assert checkpointer.newest is not None and checkpointer.newest.step == 2

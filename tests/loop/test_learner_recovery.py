@@ -1,4 +1,4 @@
-"""A rank that dies: which error is blamed, and where the run goes on."""
+"""A rank that dies: which error is blamed, and where the run continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_death_is_blamed_where_another_rank_fails_first() -> None:
     group = group_of((0.0, raised_in_actor(GLOO)), (0.05, ActorDiedError()), (60.0, None))
     with pytest.raises(LearnerDied, match=r"learner rank 1 on node1 died \(runs/e/logs/learner_rank1.log\)"):
         asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
-    assert group.killed  # else rank 2 would go on waiting, and with it every later call
+    assert group.killed  # else rank 2 would continue waiting, and with it every later call
 
 
 def test_broken_links_count_as_a_death() -> None:
@@ -130,7 +130,7 @@ def test_restarts_are_bounded_until_there_is_a_new_checkpoint() -> None:
     run.newest = Checkpoint(Path("global_step_5"), 5)
     recover(recovery)
     assert run.restarts == 3 and run.prompts.drawn == 0
-    assert "goes on from checkpoint global_step_5" in run.console.export_text()
+    assert "resumes from checkpoint global_step_5" in run.console.export_text()
 
 
 def test_an_error_may_look_like_markup_of_the_console() -> None:

@@ -1,4 +1,4 @@
-"""What is said to a run that goes on with other settings, or has nothing left to do."""
+"""What is said to a run that continues with other settings, or has nothing left to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changed(config: Any, settings: Mapping[str, Any]) -> Any:
 
 
 class Run:
-    """A run of three steps under ``config``, and what is said to one that goes on from it."""
+    """A run of three steps under ``config``, and what is said to one that continues from it."""
 
     def __init__(self, directory: Path, config: Config) -> None:
         self.config = changed(config, {"trainer.runs_dir": str(directory)})
@@ -61,7 +61,7 @@ def run(tmp_path: Path, demo: Config) -> Run:
 def test_a_finished_run_says_how_to_go_on(run: Run) -> None:
     assert run.asked({}) == (
         True,
-        f"{run.checkpoint.path} is the last step already (3 steps): nothing to train. To go on, raise "
+        f"{run.checkpoint.path} is the last step already (3 steps): nothing to train. To continue, raise "
         "trainer.total_steps; to start over, choose another trainer.experiment_name\n",
     )
     assert run.asked({"trainer.total_steps": 2})[0], "a run is never too long"
@@ -83,8 +83,8 @@ def test_a_longer_run_goes_on_under_the_new_settings(run: Run) -> None:
     assert "they hold from step 4 on, and the weights are those of step 3" in text
     assert "another trainer.experiment_name" in text and "schedule" not in text
     _, text = run.asked({"trainer.total_steps": 9, "learner.optimizer.schedule": "cosine", "model.path": "x"})
-    assert "schedule=cosine ends at the new last step: the learning rate goes on where the new schedule stands" in text
-    assert "name no weights for a run that goes on" in text
+    assert "schedule=cosine ends at the new last step: the learning rate continues where the new schedule" in text
+    assert "name no weights for a run that continues" in text
 
 
 @pytest.mark.parametrize("key", ["learner.mini_batch_size", "rollout.train.n", "data.train_batch_size"])

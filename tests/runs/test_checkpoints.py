@@ -55,9 +55,9 @@ def test_weights_alone_are_no_resume_point(tmp_path):
     assert find_resume_point(config) is None
     assert "weights_step_12 holds only weights), so the same command starts over" in how_to_go_on(config)
     make_checkpoint(config.run_dir, 10)
-    assert find_resume_point(config).step == 10 and "goes on after step 10" in how_to_go_on(config)
+    assert find_resume_point(config).step == 10 and "continues after step 10" in how_to_go_on(config)
     by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={weights.path}")
-    with pytest.raises(ConfigError, match=r"holds the weights of step 12 alone: .*model\.mcore_path=.*weights_step_12"):
+    with pytest.raises(ConfigError, match=r"holds only the weights of step 12: .*model\.mcore_path=.*weights_step_12"):
         find_resume_point(by_path)
 
 
@@ -133,7 +133,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
     config = settings(tmp_path)
     assert "starts over" in how_to_go_on(config)
     make_checkpoint(config.run_dir, 7)
-    assert "goes on after step 7" in how_to_go_on(config)
+    assert "continues after step 7" in how_to_go_on(config)
     assert "resume_mode=auto" in how_to_go_on(settings(tmp_path, "trainer.resume_mode=disable"))
 
 

@@ -97,7 +97,7 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
         plan.keep_read_search = plan.landlock > 0
         if not plan.keep_read_search:
             plan.warnings.append(
-                f"{hidden[0]} cannot be read by other users: snippets can use preimported modules alone. "
+                f"{hidden[0]} cannot be read by other users: snippets can use only preimported modules. "
                 "Install the interpreter elsewhere, or open the directory with chmod o+x"
             )
     plan.cgroups = cgroups.find(server_process_id)

@@ -103,7 +103,7 @@ def _rewritten(text: str) -> str:
 
 
 def _fault(call: TracedCall, output: CodeOutput) -> str | None:
-    """Why the trace cannot go on from this output."""
+    """Why the trace cannot continue from this output."""
     if output.succeeded:
         return None if output.text.strip() else "code printed nothing"
     # A failure that the reply knows of is a lesson; after any other one its next sentence makes no sense.

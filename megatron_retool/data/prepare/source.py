@@ -93,7 +93,7 @@ def hub_source(data_set: DataSet, repository: str, revision: str | None = None) 
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{at}: {reason}. What was downloaded is kept, the same command goes on; "
+            f"{at}: {reason}. What was downloaded is kept, the same command continues; "
             "without a way to the hub, name a local copy with --from"
         ) from error
     files = {output: [SourceFile(Path(paths[name]), name) for name in chosen] for output, chosen in names.items()}

@@ -102,7 +102,7 @@ def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
     if own != other:
         raise CheckpointError(
             f"{directory} was saved with optimizer.name={names.get(other, other)}, whose state "
-            f"{names.get(own, own)} cannot go on from: load it with the same, or give it as model.mcore_path to start "
+            f"{names.get(own, own)} cannot resume from: load it with the same, or give it as model.mcore_path to start "
             "from its weights"
         )
 

@@ -189,7 +189,7 @@ def save_checkpoint(
 
     Args:
         directory: appears when the checkpoint is complete; what was there before is replaced then.
-        asynchronous: copy the state to host memory first, so that training may go on while it is written. Without it
+        asynchronous: copy the state to host memory first, so that training may continue while it is written. Without it
             the state must stay as it is until the save is complete.
         weights_only: without optimizer, schedule and random state; no learner continues from it.
 

@@ -29,7 +29,7 @@ class SwanLabLogger(Logger):
                 "project": run.project,
                 "experiment_name": run.name,
                 "logdir": str(run.directory / "swanlab"),
-                # Versions without runs that go on do not read these two, and make another run.
+                # Versions without runs that continue do not read these two, and make another run.
                 "id": run.run_id("swanlab"),
                 "resume": "allow",
                 "config": dict(run.config),

@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 SLACK = 4.0
-"""Two implementations in one number format differ in the order of their sums alone: by less than this factor."""
+"""Two implementations in one number format differ only in the order of their sums: by less than this factor."""
 LOG_PROB_FLOOR = 2e-6
 """Mean error of a log-prob that float32 arithmetic explains."""
 HIDDEN_FLOOR = 2e-6
@@ -33,7 +33,7 @@ HIDDEN_FLOOR = 2e-6
 OTHER_EXPERTS_FLOOR = 0.01
 """Share of tokens for which rounding may choose other experts where the yardstick's does not."""
 DECIDED = 0.75
-"""Share of the squared mismatch from which on a side is named alone."""
+"""Share of the squared mismatch from which on only one side is named."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def find_step(run_dir: str | Path, number: int | None = None) -> StoredStep:
         raise FileNotFoundError(
             f"{run_dir}: {which} sampled with weights ({versions}) that are not on disk: "
             + (f"--step can be one of {_listed(sorted(kept))}. " if kept else f"{_missing_start(config.model)}. ")
-            + "For a run's every step set trainer.save_freq=1 and trainer.keep_checkpoints=0, or for weights alone "
+            + "For a run's every step set trainer.save_freq=1 and trainer.keep_checkpoints=0, or for only weights "
             "trainer.save_weights_freq=1 (step N needs the checkpoint of step N - 1)"
         )
     return StoredStep(run_dir, config, wanted, kept[wanted])

@@ -15,7 +15,7 @@ const routes = [
 
 const main = document.getElementById("main");
 /**
- * The page that is shown. state: what it was drawn from; now: asks for that anew, where a run that trains may change it.
+ * The page that is shown. state: what it was drawn from; now: asks for that again, where a run that trains may change it.
  * @type {{keys: [string, string, (event: KeyboardEvent) => void][], leave?: () => void, state?: string, now?: () => Promise<string>}}
  */
 let page = { keys: [] };

@@ -17,7 +17,7 @@ export async function render(root, parameters) {
   const legend = element("p", { class: "controls", "aria-label": "runs" });
   const trouble = element("div", {});
 
-  const answers = new Map(); // Smoothing alone asks for nothing anew.
+  const answers = new Map(); // Smoothing asks for nothing again.
   let drawing = 0;
 
   async function metricsOf(name) {

@@ -20,7 +20,7 @@ async function overSteps(root, run) {
     element("h1", {}, "seconds by phase"),
     problemList(problems) ?? "",
     charts.add(traces, { own: true, barmode: "stack", showlegend: true, yaxis: { title: { text: "seconds" } } },
-      ["A grey mark is the step up to the weight sync. Rewards are computed while responses are generated and are no part of the bar. Actor's and critic's updates go on side by side."], "phases"),
+      ["A grey mark is the step up to the weight sync. Rewards are computed while responses are generated and are no part of the bar. Actor's and critic's updates run side by side."], "phases"),
     element("p", {}, "one step: ", ...steps.flatMap((step) => [element("a", { href: href(["run", run, "time", step]) }, String(step)), " "])),
   );
   return { ready: () => charts.ready(), leave: () => charts.leave() };
@@ -108,7 +108,7 @@ function sumTraces(responses, labels) {
   return ["generation", "tools", "waiting"].map((part, place) => ({ type: "bar", orientation: "h", name: part, y: labels, x: responses.map((one) => one[part]), marker: { color: colour([0, 4, 3][place]) }, hovertemplate: "%{x:.4g} s" }));
 }
 
-/** Responses in a row for each engine: one that goes on when the others have nothing left is the straggler. */
+/** Responses in a row for each engine: one that continues when the others have nothing left is the straggler. */
 function byEngine(charts, responses) {
   const engines = [...new Set(responses.map((one) => one.engine))].sort();
   const spans = responses.map((one) => ({ row: engines.indexOf(one.engine), start: one.start, seconds: one.end - one.start, text: `${one.group}/${one.index}: ${duration(one.end - one.start)}` }));

@@ -340,7 +340,7 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ),
         (
             {**GLM, "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.0]}},
-            "longrope positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing",
+            "longrope positions with partial_rotary_factor=0.5: a factor on only the rotated features is missing",
         ),
         (
             {"model_type": "olmo3", "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {}}},
@@ -412,11 +412,11 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({"model_type": "ministral3"}, "rope_parameters.llama_4_scaling_beta is missing"),
         (
             {**LATENT, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-            "mscale=null with mscale_all_dim=null: a factor on rotated features alone is missing",
+            "mscale=null with mscale_all_dim=null: a factor on only the rotated features is missing",
         ),
         (
             {**GLM, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-            "yarn positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing",
+            "yarn positions with partial_rotary_factor=0.5: a factor on only the rotated features is missing",
         ),
         ({**GLM, "first_k_dense_replace": 2}, "none of the layers of this glm4_moe model has experts"),
         ({**GLM, "partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4: 3 of a head's 8 features are no pairs"),

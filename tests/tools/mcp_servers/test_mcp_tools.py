@@ -152,7 +152,7 @@ def test_a_server_over_http(http_server, monkeypatch):
         ({"command": [sys.executable, "-c", "import sys; sys.exit(1)"]}, "does not list its tools"),
         ({"url": "http://127.0.0.1:9/mcp"}, "does not list its tools"),
         ({"url": "http://127.0.0.1:9/mcp", "headers_env": {"A": "NOT_SET_ANYWHERE"}}, "no variable NOT_SET_ANYWHERE"),
-        ({**STDIO, "session": "trajectory"}, "rollout.branching goes on in the middle of one"),
+        ({**STDIO, "session": "trajectory"}, "rollout.branching continues in the middle of one"),
     ],
 )
 def test_what_a_server_cannot_give_is_said_before_a_run(kwargs, message):
