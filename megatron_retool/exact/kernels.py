@@ -113,89 +113,145 @@ def _lanes_added(builder: ir.IRBuilder, sums: list[Any]) -> Any:
     return added
 
 
-def _tile(rows: int, columns: int) -> Any:
-    """An intrinsic that sums ``rows`` x ``columns`` products of two matrices' rows at a time."""
+def _loaded(context: Any, builder: ir.IRBuilder, place: Any, mask: Any = None) -> Any:
+    """float32 of ``LANES`` numbers from a pointer to the first one; where the mask is false 0, and nothing is read."""
+    kind = ir.VectorType(place.type.pointee, LANES)
+    align = place.type.pointee.get_abi_size(context.target_data)
+    place = builder.bitcast(place, kind.as_pointer())
+    if mask is None:
+        instruction = builder.load(place)
+        instruction.align = align
+        return _widened(builder, instruction, _VECTOR)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(kind, [place.type, _WORD, mask.type, kind]),
+        f"llvm.masked.load.v{LANES}{'f32' if kind.element == _FLOAT else 'i16'}.p0",
+    )
+    nothing = ir.Constant(kind, [0.0 if kind.element == _FLOAT else 0] * LANES)
+    return _widened(builder, builder.call(function, [place, ir.Constant(_WORD, align), mask, nothing]), _VECTOR)
 
-    @intrinsic
-    def tile(typing_context, x, x_start, x_stride, w, w_start, w_stride, length):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            x_value, x_first, x_step, w_value, w_first, w_step, count = arguments
-            arrays = [
-                context.make_array(kind)(context, builder, value).data
-                for kind, value in ((signature.args[0], x_value), (signature.args[3], w_value))
-            ]
-            firsts = ((rows, x_first, x_step), (columns, w_first, w_step))
-            starts = [
-                [
-                    builder.gep(data, [builder.add(first, builder.mul(step, ir.Constant(_INDEX, each)))])
-                    for each in range(number)
-                ]
-                for data, (number, first, step) in zip(arrays, firsts, strict=True)
-            ]
-            multiply_add = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+
+def _spread(builder: ir.IRBuilder, number: Any) -> Any:
+    """A vector with the number in every lane."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(_WORD, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_WORD, LANES), [0] * LANES))
+
+
+def _first_lanes(builder: ir.IRBuilder, count: Any) -> Any:
+    """True in the first ``count`` lanes."""
+    lanes = ir.Constant(ir.VectorType(_INDEX, LANES), list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _spread(builder, count))
+
+
+def _fused(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
+    """a b + c of vectors, rounded once."""
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c])
+
+
+def _pointers(context: Any, builder: ir.IRBuilder, kind: Any, array: Any, starts: Any, number: int) -> list[Any]:
+    """To an array's elements at the tuple ``starts``."""
+    data = context.make_array(kind)(context, builder, array).data
+    return [builder.gep(data, [builder.extract_value(starts, each)]) for each in range(number)]
+
+
+@intrinsic
+def dots(typing_context, x, x_starts, w, w_starts, length):  # type: ignore[no-untyped-def]
+    """The dot products of ``length`` elements of ``x`` from each of ``x_starts`` on with those of ``w`` from each of
+    ``w_starts`` on: a tuple, all of the first one's first. Starts are tuples of indices, counted from the beginning."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        x_value, x_firsts, w_value, w_firsts, count = arguments
+        sides = (
+            _pointers(context, builder, signature.args[0], x_value, x_firsts, x_starts.count),
+            _pointers(context, builder, signature.args[2], w_value, w_firsts, w_starts.count),
+        )
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(x_starts.count * w_starts.count)]
+
+        def add(offset: Any, mask: Any = None) -> None:
+            left, right = (
+                [_loaded(context, builder, builder.gep(pointer, [offset]), mask) for pointer in side] for side in sides
             )
-            zero = ir.Constant(_VECTOR, [0.0] * LANES)
-            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
+            places = iter(sums)
+            for one in left:
+                for other in right:
+                    place = next(places)
+                    builder.store(_fused(builder, one, other, builder.load(place)), place)
 
-            def add(loaded: list[list[Any]]) -> None:
-                for row, left in enumerate(loaded[0]):
-                    for column, right in enumerate(loaded[1]):
-                        place = sums[row * columns + column]
-                        builder.store(builder.call(multiply_add, [left, right, builder.load(place)]), place)
+        lanes = ir.Constant(_INDEX, LANES)
+        whole = builder.udiv(count, lanes)
+        with cgutils.for_range(builder, whole) as loop:
+            add(builder.mul(loop.index, lanes))
+        done = builder.mul(whole, lanes)
+        left_over = builder.sub(count, done)
+        with builder.if_then(builder.icmp_signed(">", left_over, ir.Constant(_INDEX, 0))):
+            add(done, _first_lanes(builder, left_over))
+        added = _lanes_added(builder, [builder.load(place) for place in sums])
+        found = [builder.extract_element(added, ir.Constant(_WORD, each)) for each in range(len(sums))]
+        return context.make_tuple(builder, signature.return_type, found)
 
-            def load(pointer: Any, offset: Any, mask: Any = None) -> Any:
-                place = builder.gep(pointer, [offset])
-                kind = ir.VectorType(place.type.pointee, LANES)
-                place = builder.bitcast(place, kind.as_pointer())
-                if mask is None:
-                    instruction = builder.load(place)
-                    instruction.align = place.type.pointee.element.get_abi_size(context.target_data)
-                    return _widened(builder, instruction, _VECTOR)
-                element_type = kind.element
-                suffix = "f32" if element_type == _FLOAT else "i16"
-                arguments_type = [place.type, ir.IntType(32), mask.type, kind]
-                function = cgutils.get_or_insert_function(
-                    builder.module, ir.FunctionType(kind, arguments_type), f"llvm.masked.load.v{LANES}{suffix}.p0"
-                )
-                nothing = ir.Constant(kind, [0.0 if element_type == _FLOAT else 0] * LANES)
-                align = ir.Constant(ir.IntType(32), element_type.get_abi_size(context.target_data))
-                return _widened(builder, builder.call(function, [place, align, mask, nothing]), _VECTOR)
-
-            lanes = ir.Constant(_INDEX, LANES)
-            whole = builder.udiv(count, lanes)
-            with cgutils.for_range(builder, whole) as loop:
-                offset = builder.mul(loop.index, lanes)
-                add([[load(pointer, offset) for pointer in side] for side in starts])
-            done = builder.mul(whole, lanes)
-            left_over = builder.sub(count, done)
-            with builder.if_then(builder.icmp_signed(">", left_over, ir.Constant(_INDEX, 0))):
-                places = ir.Constant(ir.VectorType(_INDEX, LANES), list(range(LANES)))
-                many = ir.VectorType(_INDEX, LANES)
-                first = builder.insert_element(ir.Constant(many, ir.Undefined), left_over, ir.Constant(_WORD, 0))
-                spread = builder.shuffle_vector(
-                    first, ir.Constant(many, ir.Undefined), ir.Constant(ir.VectorType(_WORD, LANES), [0] * LANES)
-                )
-                mask = builder.icmp_signed("<", places, spread)
-                add([[load(pointer, done, mask) for pointer in side] for side in starts])
-            added = _lanes_added(builder, [builder.load(place) for place in sums])
-            found = [builder.extract_element(added, ir.Constant(_WORD, each)) for each in range(len(sums))]
-            return context.make_tuple(builder, signature.return_type, found)
-
-        index = types.intp
-        return types.UniTuple(types.float32, rows * columns)(x, index, index, w, index, index, index), generate
-
-    return tile
+    found = types.UniTuple(types.float32, x_starts.count * w_starts.count)
+    return found(x, x_starts, w, w_starts, length), generate
 
 
-_tile_4x4 = _tile(4, 4)
-_tile_1x4 = _tile(1, 4)
-_tile_4x1 = _tile(4, 1)
-_tile_1x1 = _tile(1, 1)
+@intrinsic
+def add_weighted(typing_context, weights, values, slots, first, counts, step, start, left, out):  # type: ignore[no-untyped-def]
+    """out[r] = the sum over j < counts[r], one after another, of weights[r, j] times ``LANES`` elements of ``values``
+    from slots[first + j] step + start on, of which the first ``left`` are there; for each r of the tuple ``counts``,
+    which ascends."""
+    rows = counts.count
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        weight_array, value_array, slot_array, out_array = (
+            context.make_array(signature.args[each])(context, builder, arguments[each]) for each in (0, 1, 2, 8)
+        )
+        first_slot, numbers, factor, offset, width = arguments[3:8]
+        longest = cgutils.unpack_tuple(builder, weight_array.shape)[1]
+        ends = cgutils.unpack_tuple(builder, numbers)
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows)]
+
+        def add(j: Any, taken: range, mask: Any) -> None:
+            slot = builder.load(builder.gep(slot_array.data, [builder.add(first_slot, j)]))
+            slot = builder.sext(slot, _INDEX) if slot.type.width < _INDEX.width else slot
+            place = builder.gep(value_array.data, [builder.add(builder.mul(slot, factor), offset)])
+            value = _loaded(context, builder, place, mask)
+            for row in taken:
+                index = builder.add(builder.mul(longest, ir.Constant(_INDEX, row)), j)
+                weight = _spread(builder, builder.load(builder.gep(weight_array.data, [index])))
+                builder.store(_fused(builder, weight, value, builder.load(sums[row])), sums[row])
+
+        def add_all(mask: Any = None) -> None:
+            with cgutils.for_range(builder, ends[0]) as loop:
+                add(loop.index, range(rows), mask)
+            for row in range(1, rows):
+                with cgutils.for_range_slice(builder, ends[0], ends[row], ir.Constant(_INDEX, 1)) as (j, _):
+                    add(j, range(row, row + 1), mask)
+
+        with builder.if_else(builder.icmp_signed(">=", width, ir.Constant(_INDEX, LANES))) as (then, otherwise):
+            with then:
+                add_all()
+            with otherwise:
+                add_all(_first_lanes(builder, width))
+        for row in range(rows):
+            place = builder.gep(out_array.data, [ir.Constant(_INDEX, row * LANES)])
+            store = builder.store(builder.load(sums[row]), builder.bitcast(place, _VECTOR.as_pointer()))
+            store.align = 4
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(weights, values, slots, index, counts, index, index, index, out), generate
 
 
 _BLOCK_ELEMENTS = 2**15
 """Of ``x`` in ``products``: 128 KB in float32."""
+
+
+@njit(inline="always", **_OPTIONS)
+def _four(start, step):  # type: ignore[no-untyped-def]
+    return (start, start + step, start + 2 * step, start + 3 * step)
 
 
 @_compiled
@@ -210,22 +266,23 @@ def products(x, w, out):  # type: ignore[no-untyped-def]
         end = min(first + block, rows)
         whole_end = end - (end - first) % 4
         for n in range(0, whole_columns, 4):
+            four_columns = _four(n * length, length)
             for i in range(first, whole_end, 4):
-                found = _tile_4x4(x, i * length, length, w, n * length, length, length)
+                found = dots(x, _four(i * length, length), w, four_columns, length)
                 for row in range(4):
                     for column in range(4):
                         out[i + row, n + column] = found[row * 4 + column]
             for i in range(whole_end, end):
-                found = _tile_1x4(x, i * length, length, w, n * length, length, length)
+                found = dots(x, (i * length,), w, four_columns, length)
                 for column in range(4):
                     out[i, n + column] = found[column]
         for n in range(whole_columns, columns):
             for i in range(first, whole_end, 4):
-                found = _tile_4x1(x, i * length, length, w, n * length, length, length)
+                found = dots(x, _four(i * length, length), w, (n * length,), length)
                 for row in range(4):
                     out[i + row, n] = found[row]
             for i in range(whole_end, end):
-                out[i, n] = _tile_1x1(x, i * length, length, w, n * length, length, length)[0]
+                out[i, n] = dots(x, (i * length,), w, (n * length,), length)[0]
 
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -272,7 +329,7 @@ def normalized(x, weight, eps, out):  # type: ignore[no-untyped-def]
     """RMSNorm of each row: out[i, k] = weight[k] (x[i, k] / sqrt(mean of x[i]^2 + eps))."""
     rows, length = x.shape
     for i in range(rows):
-        squares = _tile_1x1(x, i * length, length, x, i * length, length, length)[0]
+        squares = dots(x, (i * length,), x, (i * length,), length)[0]
         scale = np.float32(1.0) / np.float32(math.sqrt(squares / np.float32(length) + eps))
         for k in range(length):
             out[i, k] = (element(x, i * length + k) * scale) * element(weight, k)
@@ -297,6 +354,58 @@ def rotated(x, cos, sin, out):  # type: ignore[no-untyped-def]
                 out[i, head, k] = element(x, start + k)
 
 
+@njit(**_OPTIONS)
+def _attend(query, starts, keys, values, slots, first, counts, row, head, scale, weights, sums, out):  # type: ignore[no-untyped-def]
+    """``attended`` for one head of the rows from ``row`` on, whose queries begin at ``starts`` and see ``counts`` keys.
+
+    Both are tuples; the keys of a row begin with those of the row before. ``weights`` float32 [rows, largest count] and
+    ``sums`` float32 [rows, LANES] are overwritten.
+    """
+    heads, size = query.shape[1], query.shape[2]
+    groups, stride, width = keys.shape[1], values.shape[2], out.shape[2]
+    group = head // (heads // groups)
+    common = counts[0] - counts[0] % 4
+    for j in range(0, common, 4):
+        places = (
+            (slots[first + j] * groups + group) * size,
+            (slots[first + j + 1] * groups + group) * size,
+            (slots[first + j + 2] * groups + group) * size,
+            (slots[first + j + 3] * groups + group) * size,
+        )
+        found = dots(query, starts, keys, places, size)
+        for each in range(len(counts)):
+            for key in range(4):
+                weights[each, j + key] = found[each * 4 + key] * scale
+    for each in range(len(counts)):
+        count = counts[each]
+        for j in range(common, count):
+            place = (slots[first + j] * groups + group) * size
+            weights[each, j] = dots(query, (starts[each],), keys, (place,), size)[0] * scale
+        largest = np.float32(-np.inf)
+        for j in range(count):
+            largest = max(largest, weights[each, j])
+        for j in range(count):
+            weights[each, j] = exponential(weights[each, j] - largest)
+    for k in range(0, width, LANES):
+        add_weighted(weights, values, slots, first, counts, groups * stride, group * stride + k, width - k, sums)
+        for each in range(len(counts)):
+            for lane in range(min(LANES, width - k)):
+                out[row + each, head, k + lane] = sums[each, lane]
+    lanes = sums[0]
+    for each in range(len(counts)):
+        for lane in range(LANES):
+            lanes[lane] = np.float32(0.0)
+        whole = counts[each] - counts[each] % LANES
+        for j in range(0, whole, LANES):
+            for lane in range(LANES):
+                lanes[lane] = lanes[lane] + weights[each, j + lane]
+        for j in range(whole, counts[each]):
+            lanes[j - whole] = lanes[j - whole] + weights[each, j]
+        total = _sum_of_lanes(lanes)
+        for k in range(width):
+            out[row + each, head, k] = out[row + each, head, k] / total
+
+
 @_compiled
 def attended(query, keys, values, slots, starts, counts, scale, out):  # type: ignore[no-untyped-def]
     """Softmax attention of each query over its own keys, in their order.
@@ -306,34 +415,24 @@ def attended(query, keys, values, slots, starts, counts, scale, out):  # type: i
     features of the values.
     """
     rows, heads, size = query.shape
-    groups, stride, width = keys.shape[1], values.shape[2], out.shape[2]
-    weights = np.empty(counts.max() if rows else 0, np.float32)
-    lanes = np.empty(LANES, np.float32)
-    for i in range(rows):
-        first, count = starts[i], counts[i]
+    longest = counts.max() if rows else 0
+    weights, sums = np.empty((4, longest), np.float32), np.empty((4, LANES), np.float32)
+    row = 0
+    while row < rows:
+        first, together = starts[row], row + 3 < rows
+        # Four neighbours of a text, each of which sees what the one before it sees, read their keys together.
+        for each in range(row + 1, row + 4):
+            together = together and starts[each] == first and counts[each] >= counts[each - 1]
         for head in range(heads):
-            group = head // (heads // groups)
-            largest = np.float32(-np.inf)
-            for j in range(count):
-                place = (slots[first + j] * groups + group) * size
-                score = _tile_1x1(query, (i * heads + head) * size, size, keys, place, size, size)[0] * scale
-                weights[j] = score
-                largest = max(largest, score)
-            for lane in range(LANES):
-                lanes[lane] = np.float32(0.0)
-            for j in range(count):
-                weights[j] = exponential(weights[j] - largest)
-            for j in range(count):
-                lanes[j % LANES] = lanes[j % LANES] + weights[j]
-            total = _sum_of_lanes(lanes)
-            for k in range(width):
-                out[i, head, k] = np.float32(0.0)
-            for j in range(count):
-                weight, place = weights[j], (slots[first + j] * groups + group) * stride
-                for k in range(width):
-                    out[i, head, k] = fma(weight, element(values, place + k), out[i, head, k])
-            for k in range(width):
-                out[i, head, k] = out[i, head, k] / total
+            start = (row * heads + head) * size
+            if together:
+                four = _four(start, heads * size)
+                seen = (counts[row], counts[row + 1], counts[row + 2], counts[row + 3])
+                _attend(query, four, keys, values, slots, first, seen, row, head, scale, weights, sums, out)
+            else:
+                one, by_it = (start,), (counts[row],)
+                _attend(query, one, keys, values, slots, first, by_it, row, head, scale, weights, sums, out)
+        row += 4 if together else 1
 
 
 @_compiled
