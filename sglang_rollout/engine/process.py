@@ -413,7 +413,7 @@ class SGLangServer:
             if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):
                 del environment[name]
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-        # Of an engine that started this process.
+        # An engine may have started this process: it does not hand its own paths on.
         given = (sglang_cpu_engine.PYTHON_PATH, EXACT_PLUGIN, PLUGINS, torchvision_directory())
         paths = [path for path in paths if Path(path) not in given]
         paths = [str(PLUGINS), *paths]
