@@ -378,7 +378,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """_Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin).
 
     With s = (-sin, sin) that is x cos + swap(x) s, and its transpose is g cos - swap(g) s. Of each head the first
     features are rotated, as many as cos and sin have; the others pass.
@@ -393,11 +393,6 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return rotate(grad, cos, sin, -1.0), None, None
-
-
-def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotate``, with a gradient."""
-    return _Rotary.apply(x, cos, sin)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tensor:
