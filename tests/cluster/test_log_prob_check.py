@@ -158,7 +158,7 @@ def test_one_engine_that_computes_another_model_stops_the_run() -> None:
     with pytest.raises(LogProbMismatch) as error:
         asyncio.run(weights.sync(0))
     for words in (
-        "engine http://e1 and the learner", "1 of 2 engines differ: these alone", "of 512 tokens", "position",
+        "engine http://e1 and the learner", "1 of 2 engines differ: only these", "of 512 tokens", "position",
         "0.15 now", "weight_sync.max_log_prob_difference", "weight_sync.check_log_probs=false", "docs/mismatch.md",
     ):  # fmt: skip
         assert words in str(error.value)
