@@ -179,13 +179,20 @@ class Architecture:
         Raises:
             UnsupportedArchitecture: it has none, or the learner cannot train those of its family.
         """
-        config = ConfigReader(self.hf_config)
-        count = next((number for key in PREDICTORS if (number := config.integer(key, 0, least=0))), 0)
+        config, rules = ConfigReader(self.hf_config), self.declaration.predictors
+        counts = [config.integer(key, least=0) for key in PREDICTORS if config.has(key)]
+        count = max(counts, default=self.declaration.unannounced_predictors)
         if not count:
             raise UnsupportedArchitecture(f"config.json has no layers for multi-token prediction ({PREDICTORS[0]})")
-        if not self.declaration.predictors:
+        if not rules:
             raise UnsupportedArchitecture(
                 f"layers for multi-token prediction of family {self.family} are carried along and not trained"
+            )
+        config.require(mtp_use_dedicated_embeddings=False)
+        if count > 1 and any("{" not in name for rule in rules for name in rule.hf):
+            raise UnsupportedArchitecture(
+                f"{count} layers for multi-token prediction of family {self.family} share their projection, and the "
+                "learner trains one such layer"
             )
         return replace(self, predictors=count)
 

@@ -61,6 +61,7 @@ class Family:
         predictor_copies: Megatron-Core's name -> Hugging Face's, with ``{behind}``, of what a checkpoint has once more
             for each of these layers.
         predictor_hidden_first: such a layer projects the hidden state before the embedding, not behind it.
+        unannounced_predictors: how many of these layers a model has whose config.json does not count them.
         within: model_type of models with a tower for images, whose language model is of the family.
     """
 
@@ -74,6 +75,7 @@ class Family:
     predictors: Rules = ()
     predictor_copies: Mapping[str, str] = field(default_factory=dict)
     predictor_hidden_first: bool = False
+    unannounced_predictors: int = 0
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -458,7 +458,7 @@ def decoder_rules(*layer: Rule) -> Rules:
 
 
 def predictor_rules(
-    *layer: Rule, hf: str, first_norm: str, second_norm: str, projection: str, final_norm: str
+    *layer: Rule, hf: str, first_norm: str, second_norm: str, projection: str, final_norm: str, around: str = ""
 ) -> Rules:
     """The table of one layer for multi-token prediction: a projection of two normed inputs, a layer and a norm.
 
@@ -469,13 +469,18 @@ def predictor_rules(
         first_norm, second_norm: modules that norm the first and the second half of what is projected. Megatron-Core
             calls them enorm and hnorm, after the embedding and the hidden state, which it has in this order.
         projection, final_norm: the other modules.
+        around: prefix of these modules' names; empty: the layer's.
     """
+    around = around or hf
     own = PREDICTOR_LAYER + "mtp_model_layer."
     return (
-        norm(PREDICTOR_LAYER + "enorm.weight", f"{hf}{first_norm}.weight"),
-        norm(PREDICTOR_LAYER + "hnorm.weight", f"{hf}{second_norm}.weight"),
+        norm(PREDICTOR_LAYER + "enorm.weight", f"{around}{first_norm}.weight"),
+        norm(PREDICTOR_LAYER + "hnorm.weight", f"{around}{second_norm}.weight"),
         Rule(
-            PREDICTOR_LAYER + "eh_proj.weight", (f"{hf}{projection}.weight",), (("hidden", "twice_hidden"),), tp_dim=0
+            PREDICTOR_LAYER + "eh_proj.weight",
+            (f"{around}{projection}.weight",),
+            (("hidden", "twice_hidden"),),
+            tp_dim=0,
         ),
         *(
             replace(
@@ -485,7 +490,20 @@ def predictor_rules(
             )
             for rule in layer
         ),
-        norm(PREDICTOR_LAYER + "final_layernorm.weight", f"{hf}{final_norm}.weight"),
+        norm(PREDICTOR_LAYER + "final_layernorm.weight", f"{around}{final_norm}.weight"),
+    )
+
+
+def predictor_apart(*layer: Rule) -> Rules:
+    """``predictor_rules`` of Qwen3-Next's and Qwen3.5's names: several layers would share projection and norms."""
+    return predictor_rules(
+        *layer,
+        hf="mtp.layers.{layer}.",
+        around="mtp.",
+        first_norm="pre_fc_norm_embedding",
+        second_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
     )
 
 

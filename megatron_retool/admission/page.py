@@ -78,14 +78,14 @@ Qwen3-MoE have experts in every layer all the same: such a model is refused with
 `rollout.engine.backend=transformers`. Routers' biases for the choice of experts (GLM-4.5) stay as they are pretrained,
 in float32, unless `learner.moe_router_bias_update_rate` moves them.
 
-Layers for multi-token prediction, behind the model's own (DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo), are carried along as
+Layers for multi-token prediction, behind the model's own (DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo), are carried along as
 they are: `conversion/hf_to_mcore.py` stores them beside the model's tensors (`--without-predictors` leaves them out),
 and `conversion/mcore_to_hf.py` writes them again. For a learner's checkpoint it needs `--predictors-from` with the
-model that training began with; a run's own export has it. Those of DeepSeek-V3, GLM-4.5 and MiMo can be trained
-([algorithms.md](algorithms.md#multi-token-prediction)); then the learner's checkpoint has them, and an export writes
-those. An export in FP8 has no such layers, and its config.json says so. That MiniMax-M2's configuration announces some
-(`num_mtp_modules`) does not matter, since its checkpoints hold none. MiMo (`model_type` `mimo`) is of the family
-`qwen2` otherwise.
+model that training began with; a run's own export has it. Those of DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, Qwen3-Next,
+Qwen3.5 and MiMo can be trained ([algorithms.md](algorithms.md#multi-token-prediction)); then the learner's checkpoint
+has them, and an export writes those. An export in FP8 has no such layers, and its config.json says so. That
+MiniMax-M2's configuration announces some (`num_mtp_modules`) does not matter, since its checkpoints hold none. MiMo
+(`model_type` `mimo`) is of the family `qwen2` otherwise.
 
 SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does not ask for (`use_qk_norm`,
 `use_routing_bias`) and reads only `rotary_dim`: a configuration without them, as transformers writes its defaults, is

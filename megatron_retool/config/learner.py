@@ -110,7 +110,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Layers for multi-token prediction, which draft tokens for an engine (DeepSeek-V3, GLM-4.5 and MiMo have
+    """Layers for multi-token prediction, which draft tokens for an engine (DeepSeek-V3, GLM-4.5, Qwen3.5 and MiMo have
     one). The learner can train them beside the policy, so that their guesses keep up with it."""
 
     train: bool = False

@@ -1,6 +1,7 @@
 """Layers for multi-token prediction: gradients against transformers in every kind of layout, and a policy that they
 only observe."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import normalise_latents
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.admission.tiny_model import random_batch, random_model, stored_gradients
@@ -49,6 +51,9 @@ LAYOUTS = {
         },
         "glm4_moe, one": {},
         "deepseek_v3, one": {},
+        "glm4_moe_lite, one": {},
+        "qwen3_next, one": {},
+        "qwen3_5_text, one": {},
     },
     2: {
         "mimo, context": {"context_parallel_size": 2},
@@ -57,17 +62,55 @@ LAYOUTS = {
         "glm4_moe, pipeline": PIPELINE,
         "glm4_moe, experts": {**SEQUENCE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         "deepseek_v3, sequence": SEQUENCE,
+        "qwen3_next, context": {"context_parallel_size": 2},
+        "qwen3_5_text, pipeline": PIPELINE,
+        "qwen3_5_moe_text, experts": {**SEQUENCE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     },
 }
 BESIDE_A_PLAIN_POLICY = ("mimo, one", "mimo, context", "mimo, pipeline", "glm4_moe, one")
-FAMILIES = ("mimo", "glm4_moe", "deepseek_v3")
-BEHIND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-NAMES = {
-    "mimo": ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"),
-    "glm4_moe": BEHIND,
-    "deepseek_v3": BEHIND,
+BEHIND, BESIDE = "model.layers.{behind}.", "mtp.layers.0."
+FORMS = {
+    "model.mtp_layers.{number}.": ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"),
+    BEHIND: ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    BESIDE: ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
-"""Norms of what is projected first and second, the projection, and the last norm."""
+"""Prefix of the layer's tensors in a checkpoint -> names of the norms of what is projected first and second, of the
+projection, and of the last norm."""
+FAMILIES = {
+    "mimo": ("qwen2", "Qwen2", "model.mtp_layers.{number}."),
+    "glm4_moe": ("glm4_moe", "Glm4Moe", BEHIND),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3", BEHIND),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", BEHIND),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", BESIDE),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5", BESIDE),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5Moe", BESIDE),
+}
+"""transformers' module of the family, how names of its classes begin, and the form of the layer in a checkpoint."""
+DELTA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000.0,
+    "pad_token_id": None,
+}
 LATENT = {
     "model_type": "deepseek_v3",
     "hidden_size": 32,
@@ -101,25 +144,19 @@ class Predictor(torch.nn.Module):
     """A layer for multi-token prediction of transformers' modules, put together as SGLang's class of the family is."""
 
     def __init__(self, family, config):
-        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-        from transformers.models.glm4_moe import modeling_glm4_moe as glm
-        from transformers.models.qwen2 import modeling_qwen2 as qwen2
-
         super().__init__()
-        layer = {
-            "mimo": qwen2.Qwen2DecoderLayer,
-            "glm4_moe": glm.Glm4MoeDecoderLayer,
-            "deepseek_v3": deepseek.DeepseekV3DecoderLayer,
-        }[family]
-        self.family = family
-        self.layer = layer(config, 1)
+        module, classes, self.form = FAMILIES[family]
+        modelling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+        self.family, self.config = family, config
+        self.layer = getattr(modelling, f"{classes}DecoderLayer")(config, 1)
         self.projection = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.first, self.second, self.last = (
-            qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
-        )
+        norm = getattr(modelling, f"{classes}RMSNorm")
+        self.first, self.second, self.last = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             is_norm = "norm" in name or name.split(".")[0] in ("first", "second", "last")
-            torch.nn.init.normal_(tensor, 1.0 if is_norm else 0.0, 0.15)
+            # Norms are around 1, or around 0 where 1 is added to them.
+            torch.nn.init.normal_(tensor, float(tensor.detach().mean()) if is_norm else 0.0, 0.15)
+        normalise_latents(self)
 
     def forward(self, hidden, embedded, angles):
         first, second = (hidden, embedded) if self.family == "mimo" else (embedded, hidden)
@@ -141,20 +178,24 @@ class Predictor(torch.nn.Module):
                 if name.endswith("gate_up_proj"):
                     parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
                 found |= {f"{place}{expert}.{part}.weight": rows.clone() for part, rows in parts.items()}
-        prefix = f"model.mtp_layers.{number}." if self.family == "mimo" else f"model.layers.{2 + number}."
-        own = dict(zip(("first", "second", "projection", "last"), NAMES[self.family], strict=True))
+        prefix = self.form.format(number=number, behind=2 + number)
+        beside = "mtp." if self.form == BESIDE else prefix
+        own = dict(zip(("first", "second", "projection", "last"), FORMS[self.form], strict=True))
 
         def stored_name(name):
             module, _, rest = name.partition(".")
-            return prefix + (rest if module == "layer" else f"{own[module]}.{rest}")
+            return prefix + rest if module == "layer" else f"{beside}{own[module]}.{rest}"
 
         return {stored_name(name): tensor for name, tensor in found.items()}
 
 
 def make_model(family, directory, predictors=PREDICTORS):
     """A tiny model in ``directory``; it and its layers for multi-token prediction in transformers."""
-    if family == "deepseek_v3":
-        model = random_model(LATENT)
+    predictors = 1 if FAMILIES[family][2] == BESIDE else predictors
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        model = random_model({**LATENT, "model_type": family})
+    elif FAMILIES[family][2] == BESIDE:
+        model = random_model({**DELTA, "model_type": family})
     else:
         changes = {"num_hidden_layers": 2, "tie_word_embeddings": False}
         model = tiny_models.hf_model("qwen2" if family == "mimo" else family, **changes)
@@ -164,17 +205,24 @@ def make_model(family, directory, predictors=PREDICTORS):
     tensors = load_file(directory / "model.safetensors")
     for number, layer in enumerate(layers):
         tensors |= layer.stored(number)
-        if family != "mimo":
+        if layer.form == BEHIND:
             for copy, name in COPIES.items():
                 tensors[f"model.layers.{2 + number}.{copy}"] = tensors[name].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    changes = {"model_type": family, "num_nextn_predict_layers": predictors}
+    changes = {"model_type": family, **counts(family, predictors)}
     (directory / "config.json").write_text(json.dumps(config | changes))
     return model, layers
 
 
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+def counts(family, predictors=PREDICTORS):
+    """How config.json counts the layers."""
+    if family == "qwen3_next":
+        return {}
+    return {"mtp_num_hidden_layers": 1} if FAMILIES[family][2] == BESIDE else {"num_nextn_predict_layers": predictors}
 
 
 def reference(model, layers, batch, observes):
@@ -379,24 +427,24 @@ def test_routing_replay_leaves_their_routers_alone(found):
 
 
 def is_predictors(name):
-    return name.startswith(("model.mtp_layers.", "model.layers.2.", "model.layers.3."))
+    return name.startswith(("model.mtp_layers.", "model.layers.2.", "model.layers.3.", "mtp."))
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_5_text"])
 def test_engines_get_them_for_their_draft(found, family):
     policy, with_draft = found[f"{family}, pipeline"]["synced"]
     assert with_draft - policy == {name for name in found[f"{family}, pipeline"]["saved"] if is_predictors(name)}
     assert policy < with_draft
 
 
-@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe", "qwen3_5_text"])
 def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, models, tmp_path, family):
     hf_dir = models[0] / family
     convert(hf_dir, tmp_path / "mcore", workers=1, require_tokenizer=False)
     loaded, converted = run_ranks(load_in_one, 1, tmp_path / "ranks", hf_dir, tmp_path / "mcore")
     saved, first = found[f"{family}, pipeline"]["saved"], load_file(hf_dir / "model.safetensors")
     copies = {name for name in first if name.endswith(tuple(f".{copy}" for copy in COPIES)) and is_predictors(name)}
-    assert len(copies) == (0 if family == "mimo" else 4) and saved.keys() == first.keys() - copies
+    assert len(copies) == (4 if family == "glm4_moe" else 0) and saved.keys() == first.keys() - copies
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     assert all(torch.equal(converted[name], first[name]) for name in saved)
     trained = [name for name in saved if is_predictors(name) and not name.endswith("e_score_correction_bias")]
@@ -409,7 +457,7 @@ def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, 
     for name in copies:
         source = COPIES[name.split(".", 3)[3]]
         assert torch.equal(written[name], saved[source]) and not torch.equal(written[name], first[name])
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == PREDICTORS
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()).items() >= counts(family).items()
     export(saved_beside(hf_dir), tmp_path / "without", workers=1, require_tokenizer=False, predictors=False)
     assert not any(is_predictors(name) for name in load_file(tmp_path / "without" / "model.safetensors"))
 
@@ -437,6 +485,11 @@ def test_settings_that_do_not_go_together(settings, message):
     [
         ({"num_nextn_predict_layers": 0}, "config.json has no layers for multi-token prediction"),
         ({"model_type": "llama"}, "of family llama are carried along and not trained"),
+        (
+            {**DELTA, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2},
+            "2 layers for multi-token prediction of family qwen3_5_text share their projection",
+        ),
+        ({**DELTA, "model_type": "qwen3_next", "mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
         ({"tie_word_embeddings": True}, "needs learner.pipeline_model_parallel_size=1"),
         ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "with a sliding window"),
     ],

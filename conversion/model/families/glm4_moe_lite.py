@@ -26,6 +26,8 @@ def read(config: ConfigReader) -> dict[str, Any]:
 FAMILY = Family(
     "glm4_moe_lite",
     rules=deepseek_v3.FAMILY.rules,
+    predictors=deepseek_v3.FAMILY.predictors,
+    predictor_copies=deepseek_v3.FAMILY.predictor_copies,
     read=read,
     engine_classes={"Glm4MoeLiteForCausalLM": "sglang.srt.models.glm4_moe_lite:Glm4MoeLiteForCausalLM"},
 )

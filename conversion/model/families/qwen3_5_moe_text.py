@@ -15,7 +15,10 @@ from conversion.model.rules import (
     SHARED_EXPERT_GATE,
     SPLIT_GATED_DELTA_NET,
     decoder_rules,
+    predictor_apart,
 )
+
+_EXPERTS = (*EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -32,7 +35,8 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 FAMILY = Family(
     "qwen3_5_moe_text",
-    rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *_EXPERTS),
+    predictors=predictor_apart(*GATED_ATTENTION, *_EXPERTS),
     read=read,
     engine_classes={"Qwen3_5MoeForCausalLM": "sglang.srt.models.qwen3_5_text:Qwen3_5MoeForCausalLM"},
     within=("qwen3_5_moe",),

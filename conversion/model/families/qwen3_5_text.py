@@ -8,7 +8,7 @@ from conversion.model.attention_config import gated_delta_net
 from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
 from conversion.model.hf_config import partial_rotary, unbiased_decoder
-from conversion.model.rules import GATED_ATTENTION, SPLIT_GATED_DELTA_NET, SWIGLU, decoder_rules
+from conversion.model.rules import GATED_ATTENTION, SPLIT_GATED_DELTA_NET, SWIGLU, decoder_rules, predictor_apart
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
 FAMILY = Family(
     "qwen3_5_text",
     rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *SWIGLU),
+    predictors=predictor_apart(*GATED_ATTENTION, *SWIGLU),
     read=read,
     engine_classes={"Qwen3_5ForCausalLM": "sglang.srt.models.qwen3_5_text:Qwen3_5ForCausalLM"},
     within=("qwen3_5",),

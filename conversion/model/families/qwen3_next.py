@@ -17,7 +17,10 @@ from conversion.model.rules import (
     SHARED_EXPERT_GATE,
     SWIGLU,
     decoder_rules,
+    predictor_apart,
 )
+
+_EXPERTS = (*EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -43,7 +46,9 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 FAMILY = Family(
     "qwen3_next",
-    rules=decoder_rules(*GATED_ATTENTION, *GATED_DELTA_NET, *EXPERTS, *SWIGLU, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    rules=decoder_rules(*GATED_ATTENTION, *GATED_DELTA_NET, *_EXPERTS, *SWIGLU),
+    predictors=predictor_apart(*GATED_ATTENTION, *_EXPERTS),
+    unannounced_predictors=1,
     read=read,
     engine_classes={"Qwen3NextForCausalLM": "sglang.srt.models.qwen3_next:Qwen3NextForCausalLM"},
 )

@@ -71,8 +71,14 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         attention_gate=family in DELTA_NETS,
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
         linear_layers=(0,) if family in DELTA_NETS else (),
-        predictors=draw(st.integers(0, 2)) if built_in_families()[family].predictors else 0,
+        predictors=draw(st.integers(0, most_predictors(family))),
     )
+
+
+def most_predictors(family: str) -> int:
+    if not built_in_families()[family].predictors:
+        return 0
+    return 1 if family in DELTA_NETS else 2
 
 
 def padded_map(architecture: Architecture, tp: int) -> WeightMap:

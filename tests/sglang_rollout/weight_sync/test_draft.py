@@ -20,6 +20,10 @@ CLASSES = {
     "mimo": ("MiMoForCausalLM", "MiMoMTP"),
     "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeForCausalLMNextN"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMNextN"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteForCausalLMNextN"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextForCausalLMMTP"),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5ForCausalLMMTP"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5ForCausalLMMTP"),
 }
 """SGLang's, of the policy and of its draft."""
 
@@ -41,9 +45,16 @@ DEEPSEEK = {
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
 }
-"""What published checkpoints state and transformers leaves out; on a CPU SGLang's class knows no other positions."""
-OF_THE_POLICY = "not written, or not right: model.embed_tokens.weight, lm_head.weight (2 in all)"
-"""A draft of these classes computes with the policy's own embedding and head."""
+STATED = {
+    "deepseek_v3": DEEPSEEK,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"full_attention_interval": 2}),
+}
+"""What published checkpoints state and transformers leaves out; on a CPU SGLang's class of DeepSeek-V3 knows no other
+positions."""
+HEAD = "not written, or not right: lm_head.weight (1 in all)"
+EMBEDDING_AND_HEAD = "not written, or not right: model.embed_tokens.weight, lm_head.weight (2 in all)"
+OF_THE_POLICY = {"mimo": "", "qwen3_5_text": HEAD, "qwen3_5_moe_text": HEAD}
+"""What a draft does not take from a sync, because it computes with the policy's own; else ``EMBEDDING_AND_HEAD``."""
 
 
 def test_policy_and_draft_take_their_own(tmp_path: Path) -> None:
@@ -54,11 +65,11 @@ def test_policy_and_draft_take_their_own(tmp_path: Path) -> None:
         if family == "mimo":  # whose config.json is read by code that comes with its checkpoint
             config = json.loads((directory / "config.json").read_text())
             (directory / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
-        stated = DEEPSEEK if family == "deepseek_v3" else {}
         for name in (policy, draft):
-            override = {"architectures": [name], **stated}
-            loads.append(Load(name, str(directory), str(directory / "model.safetensors"), override))
-        expected |= {policy: "", draft: "" if family == "mimo" else OF_THE_POLICY}
+            override = {"architectures": [name], **STATED.get(family, {})}
+            loads.append(Load(f"{family}: {name}", str(directory), str(directory / "model.safetensors"), override))
+        untouched = OF_THE_POLICY.get(family, EMBEDDING_AND_HEAD)
+        expected |= {f"{family}: {policy}": "", f"{family}: {draft}": untouched}
     found = load_into_engine_classes(loads, tmp_path)
     assert {name: loaded.wrong for name, loaded in found.items()} == expected
 
