@@ -29,10 +29,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess
+from code_interpreter.protocol import ExecutionResult, Outcome
 from megatron_retool.config import CodeInterpreterConfig
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess
-from tools.code_interpreter.protocol import ExecutionResult, Outcome
 
 SYMPY = "import sympy\nx = sympy.symbols('x')\nprint(sympy.solve(x**2 - {0}, x))"
 

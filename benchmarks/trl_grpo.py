@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.trl_grpo_service import ToolAndReward
+from code_interpreter.client import CodeInterpreterClient
 from megatron_retool.commands.settings import at_least
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.data.prompts import PromptRow, PromptSource
@@ -40,7 +41,6 @@ from megatron_retool.doctor.host_steps import read_pins
 from megatron_retool.runs.demo_base import DemoBase
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
-from tools.code_interpreter.client import CodeInterpreterClient
 from tools.registry import ToolRegistry
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess
 from megatron_retool.config import Config
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason, Trajectory
 from sglang_rollout.agent.tool_call_formats import make_format
 from sglang_rollout.agent.turn_glue import TurnGlue
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess
 from tools.registry import ToolRegistry
 from tools.tool import TrajectoryInfo
 

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_retool.errors import FAULT, UserError
     from megatron_retool.interruption import INTERRUPTED, stopped
     from megatron_retool.scratch import scratch_directory
-    from megatron_retool.untrusted import clipped
+    from untrusted import clipped
 
     console = Console(soft_wrap=not sys.stdout.isatty(), emoji=False)  # a path such as own.py:Notes is no emoji
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from megatron_retool.errors import InputError, OperationError
-from megatron_retool.untrusted import load_json, retry_after_seconds
+from untrusted import load_json, retry_after_seconds
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _ABOUT_THE_REQUEST = {400, 413, 422}

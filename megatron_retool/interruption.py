@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
-from megatron_retool.errors import FAULT
 from megatron_retool.scratch import remove_own_scratch, scratch_directory
 
 INTERRUPTED = 130
@@ -122,6 +121,8 @@ def run_interruptible(command: Callable[[], int]) -> int:
         if stopped(error):
             return INTERRUPTED
         traceback.print_exc()
+        from megatron_retool.errors import FAULT  # not before it is known that packages are there
+
         print(FAULT, file=sys.stderr)
         return 1
 

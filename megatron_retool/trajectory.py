@@ -35,7 +35,7 @@ from megatron_retool.routed_experts import (
     to_stored,
 )
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import load_own_json, without_surrogates
+from untrusted import load_own_json, without_surrogates
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
+from code_interpreter.client import CodeInterpreterClient
 from conversion import hf_to_mcore, mcore_to_hf
 from megatron_retool import __main__ as command_line
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
@@ -32,7 +33,6 @@ from tests.conversion.conftest import save_tokenizer
 from tests.extending_page import PAGE, snippets, write_snippets
 from tests.sglang_rollout.agent import markov_policy
 from tests.tools.search.conftest import Service
-from tools.code_interpreter.client import CodeInterpreterClient
 from tools.registry import ToolRegistry
 from tools.tool import TrajectoryInfo
 

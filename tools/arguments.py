@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 MOST_CHARACTERS = 100_000
 """Longest text that is read in Python's notation."""

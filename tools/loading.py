@@ -21,10 +21,10 @@ from tools.function_tool import FunctionTool, argument_names
 from tools.tool import Tool
 
 if TYPE_CHECKING:
-    from tools.code_interpreter.client import CodeInterpreterClient
+    from code_interpreter.client import CodeInterpreterClient
 
 BUILT_IN = {
-    "code_interpreter": "tools.code_interpreter.tool:CodeInterpreterTool",
+    "code_interpreter": "tools.code_interpreter_tool:CodeInterpreterTool",
     "search": "tools.search.tool:SearchTool",
     "read_page": "tools.search.page_tool:ReadPageTool",
     "mcp": "tools.mcp_servers.tools:mcp_tools",

@@ -17,13 +17,13 @@ from megatron_retool.config import Config, ConfigError, RolloutConfig, ToolsConf
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError
-from megatron_retool.untrusted import load_json, load_own_json
 from tools.arguments import typed_arguments
 from tools.loading import NamedTool, make_tools
 from tools.tool import ToolResult, TrajectoryInfo, run_method
+from untrusted import load_json, load_own_json
 
 if TYPE_CHECKING:
-    from tools.code_interpreter.client import CodeInterpreterClient
+    from code_interpreter.client import CodeInterpreterClient
 
 logger = logging.getLogger(__name__)
 
@@ -370,7 +370,7 @@ def check_tools(config: Config) -> None:
     Raises:
         ConfigError, ExtensionError: see ``ToolRegistry.from_config``.
     """
-    from tools.code_interpreter.client import CodeInterpreterClient
+    from code_interpreter.client import CodeInterpreterClient
 
     registry = ToolRegistry.from_config(
         config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])

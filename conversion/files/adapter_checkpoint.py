@@ -23,7 +23,7 @@ from conversion.files.quantized_checkpoint import open_source
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import CheckpointPlace, Mapping, WeightMap, checkpoint_place, to_mcore
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 RECORD_NAME = "adapters.json"
 PEFT_DIRECTORY = "adapter"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import load_json, quoted
+from untrusted import load_json, quoted
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -19,7 +19,7 @@ from conversion.files.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesErr
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from megatron_retool.runs.files import atomic_write, write_text
-from megatron_retool.untrusted import quoted
+from untrusted import quoted
 
 PREFIX = "base_model.model."
 """What tensors' names in peft's files begin with."""

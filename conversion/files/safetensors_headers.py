@@ -14,7 +14,7 @@ from typing import Any
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"

@@ -25,7 +25,7 @@ from conversion.model.family import KEY, Family, find_family, load_family
 from conversion.model.low_precision import DECLARED_BESIDE, declaration, quantization_of
 from conversion.model.position_config import RopeScaling, check_short_factors
 from megatron_retool.registry import ExtensionError
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 
 @dataclass(frozen=True)

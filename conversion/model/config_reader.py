@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import clipped
+from untrusted import clipped
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Keys of config.json that count layers for multi-token prediction (DeepSeek's, MiniMax's and Qwen3.5's). A count alone

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.config_reader import DECLARATIONS, MOST, ConfigReader, UnsupportedArchitecture, shown
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 DECLARED_BESIDE = "hf_quant_config.json"
 """Where ModelOpt declares it, beside config.json."""

@@ -18,6 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess, kept_running
 from megatron_retool.cluster.engine_changes import EngineChanges
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.engine_weights import EngineWeights
@@ -43,9 +45,7 @@ from megatron_retool.runs.environment import record_environment
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess, kept_running
-from tools.code_interpreter.tool import client_of_named_servers
+from tools.code_interpreter_tool import client_of_named_servers
 from tools.registry import ToolRegistry
 
 
@@ -269,9 +269,9 @@ class Deployment:
         """Start the tools and, on a single node, the run's own code interpreter server."""
         if placement.sandboxes and self.sandboxes is None:
             assert client is not None
-            server = SandboxServerProcess(
-                self.config.tools.code_interpreter, log_file=self.config.run_dir / "logs" / "code_interpreter.log"
-            )
+            interpreter = self.config.tools.code_interpreter
+            log_file = self.config.run_dir / "logs" / "code_interpreter.log"
+            server = SandboxServerProcess(interpreter, port=interpreter.port, log_file=log_file)
             with self.activities.part("starting the code interpreter"):
                 client.put_server(0, server.start())
             self._stack.callback(server.stop)

@@ -12,11 +12,11 @@ from ray.exceptions import ActorUnavailableError, RayError
 from rich.console import Console
 from rich.markup import escape
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import RETRY_SECONDS, SandboxServerError, SandboxServerProcess
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import lost_nodes, node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import RETRY_SECONDS, SandboxServerError, SandboxServerProcess
 
 CHECK_SECONDS = 1.0
 
@@ -33,6 +33,7 @@ class SandboxWorker:
         self.server = SandboxServerProcess(
             config.tools.code_interpreter,
             host=node_address(),
+            port=config.tools.code_interpreter.port,
             token=token,
             log_file=logs / f"code_interpreter_{index}.log",
         )

@@ -93,11 +93,11 @@ async def _construct(
 ) -> Counter[str]:
     from contextlib import AsyncExitStack
 
+    from code_interpreter.client import CodeInterpreterClient
+    from code_interpreter.process import SandboxServerProcess
     from megatron_retool.chat_endpoint import ChatEndpoint
     from megatron_retool.data.construct.judge import runner
     from megatron_retool.data.construct.run import Columns, Construction, read_traces
-    from tools.code_interpreter.client import CodeInterpreterClient
-    from tools.code_interpreter.process import SandboxServerProcess
 
     traces = (options.input, Columns(options.question, options.reasoning, options.answer), options.limit)
     for _ in read_traces(*traces):  # a fault in any row is found before anything is started
@@ -108,7 +108,7 @@ async def _construct(
     async with AsyncExitStack() as stack:
         urls = interpreter.urls
         if not urls:
-            server = SandboxServerProcess(interpreter)
+            server = SandboxServerProcess(interpreter, port=interpreter.port)
             urls = [server.start()]
             stack.callback(server.stop)
         client = await stack.enter_async_context(CodeInterpreterClient(urls))

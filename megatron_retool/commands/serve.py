@@ -70,9 +70,9 @@ def key_of(option: str | None, variable: str | None, *, private: bool) -> tuple[
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``serve``; the exit status."""
-    from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address, serve
     from megatron_retool.serving.service import Service
+    from untrusted.http_listener import is_loopback
 
     key, shown = key_of(options.api_key, os.environ.get(KEY_VARIABLE), private=is_loopback(options.host))
     address = Address(options.host, options.port, key)

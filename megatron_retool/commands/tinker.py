@@ -51,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``tinker``; the exit status."""
-    from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address
     from megatron_retool.serving.source import context_length, find_source
     from megatron_retool.tinker.settings import served_model, server_config
+    from untrusted.http_listener import is_loopback
 
     check_directory("--directory", options.directory.absolute())
     source = find_source(options.model, None, options.config, options.overrides)

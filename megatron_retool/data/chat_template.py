@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from megatron_retool.data import template_limits
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None

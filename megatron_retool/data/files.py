@@ -16,7 +16,7 @@ from megatron_retool.data.folders import DataError as DataError
 from megatron_retool.data.folders import data_files as data_files
 from megatron_retool.parquet_files import UnreadableFile, check_expansion, damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import MOST_LEVELS, load_json
+from untrusted import MOST_LEVELS, load_json
 
 
 def read_table(path: str | Path) -> pa.Table:

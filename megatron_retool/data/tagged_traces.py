@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import load_json
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
+from untrusted import load_json
 
 Message = dict[str, Any]
 

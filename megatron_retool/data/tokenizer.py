@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_retool.config import ConfigError, ModelConfig
 from megatron_retool.config.model import check_model_path
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

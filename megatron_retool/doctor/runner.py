@@ -25,9 +25,9 @@ import torch
 from megatron_retool.doctor.catalogue import DoctorStep
 from megatron_retool.doctor.outcome import Skipped, StepFailed, StepOutcome, StepVerdict
 from megatron_retool.doctor.session import DoctorSession
-from megatron_retool.process_tree import descendants
 from megatron_retool.runs.files import write_text
 from megatron_retool.scratch import current_scratch
+from untrusted.process_tree import descendants
 
 LOG_LINES = 8
 _POLL_SECONDS = 0.05

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from megatron_retool.process_tree import descendants
+from untrusted.process_tree import descendants
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

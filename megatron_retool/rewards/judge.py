@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_retool.chat_endpoint import ChatEndpoint, ChatReply, EndpointError, EndpointRefusal, EndpointSilence
 from megatron_retool.config import ConfigError, JudgeConfig
-from megatron_retool.untrusted import clipped, quoted, without_surrogates
+from untrusted import clipped, quoted, without_surrogates
 
 _PLACE = re.compile(r"\{(prompt|response|answer|ground_truth)\}")
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}

@@ -15,11 +15,11 @@ from typing import Any
 
 import megatron_retool
 from megatron_retool.config import RewardConfig
-from megatron_retool.process_tree import descendants, process_fields
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.channel import BrokenFrame, Channel
 from megatron_retool.rewards.worker import plain_json
-from megatron_retool.untrusted import load_own_json
+from untrusted import load_own_json
+from untrusted.process_tree import descendants, process_fields
 
 START_SECONDS = 120.0
 _END_SECONDS = 5.0

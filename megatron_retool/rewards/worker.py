@@ -25,7 +25,7 @@ from megatron_retool.registry import Extension, ExtensionError
 from megatron_retool.rewards.base import BadResultError, ScoreFunction, normalize_result, reward_functions
 from megatron_retool.rewards.channel import BrokenFrame, Channel
 from megatron_retool.rewards.guard import fork_guarded
-from megatron_retool.untrusted import check_levels
+from untrusted import check_levels
 
 MOST_RESULT_BYTES = 64 << 20
 _loop: Any = None

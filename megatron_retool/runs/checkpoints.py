@@ -41,7 +41,7 @@ from megatron_retool.runs.weights_checkpoints import (
     weights_checkpoints,
     weights_workspace_path,
 )
-from megatron_retool.untrusted import load_own_json
+from untrusted import load_own_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
 BUFFERED_GROUPS = "buffered_groups.parquet"

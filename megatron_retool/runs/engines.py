@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import load_own_json, quoted
+from untrusted import load_own_json, quoted
 
 FILE = "engines.json"
 REQUESTS = "engine_requests"

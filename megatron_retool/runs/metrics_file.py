@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import load_own_json
+from untrusted import load_own_json
 
 
 def check_run_directory(run_dir: Path) -> None:

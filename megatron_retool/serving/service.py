@@ -17,6 +17,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess, kept_running
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.config import Config, ConfigError, RolloutConfig
 from megatron_retool.data.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -28,9 +30,7 @@ from sglang_rollout.engine.process import resolve_device
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.rollout_statistics import RolloutStatistics
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess, kept_running
-from tools.code_interpreter.tool import client_of_named_servers
+from tools.code_interpreter_tool import client_of_named_servers
 from tools.registry import ToolRegistry
 
 RETRY_SECONDS = 10.0
@@ -141,7 +141,8 @@ class Service:
         if not self.tools.names:
             raise ConfigError("rollout.multi_turn.tools is empty: there are no tools to run; leave --tools out")
         if owned and client is not None:
-            server = SandboxServerProcess(interpreter, log_file=self._logs / "code_interpreter.log")
+            log_file = self._logs / "code_interpreter.log"
+            server = SandboxServerProcess(interpreter, port=interpreter.port, log_file=log_file)
             self._stack.callback(server.stop)
             client.put_server(0, server.start())
             watch = asyncio.create_task(kept_running(server, self._say))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_retool.target_sequences import RequestRefused
-from megatron_retool.untrusted import quoted
 from sglang_rollout.gateway.errors import ApiError
+from untrusted import quoted
 
 URL_SECONDS = 3600.0
 _MOST_TOKENS = 4096

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_retool.target_sequences import FloatArray, Int64Array, RequestRefused, TargetSequence, TokenLoss
 from megatron_retool.tinker.wire import Array, Datum
-from megatron_retool.untrusted import quoted
+from untrusted import quoted
 
 STABLE_REINFORCE = "stable_reinforce"
 STAND_IN_CLIP = 1.2

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from megatron_retool.target_sequences import Int64Array, OptimizerStep, RequestRefused
 from megatron_retool.tinker.wire import MOST_CELLS, dense_rows
-from megatron_retool.untrusted import quoted
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 from sglang_rollout.gateway.fields import Json, flag, integer, items, mapping, text
+from untrusted import quoted
 
 MOST_SAMPLES = 1024
 MOST_TOP = 100

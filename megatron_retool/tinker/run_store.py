@@ -23,7 +23,7 @@ import orjson
 
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.tinker.requests import KINDS, CheckpointPath, LoraSettings
-from megatron_retool.untrusted import load_own_json
+from untrusted import load_own_json
 
 RECORD_NAME = "checkpoint.json"
 """What is known of a checkpoint; without it, it is none."""

@@ -22,9 +22,9 @@ from megatron_retool.tinker.run_store import SamplerRecord
 from megatron_retool.tinker.sampler import Sampler
 from megatron_retool.tinker.served_model import ServedModel
 from megatron_retool.tinker.sessions import Sessions
-from megatron_retool.untrusted import clipped
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 from sglang_rollout.gateway.fields import Json
+from untrusted import clipped
 
 MOST_UNDER_WAY = 8192
 """Sample requests that wait for the engines or run there."""

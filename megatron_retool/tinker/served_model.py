@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_retool.tinker.requests import LoraSettings
-from megatron_retool.untrusted import quoted
 from sglang_rollout.gateway.errors import invalid
+from untrusted import quoted
 
 
 @dataclass(frozen=True)

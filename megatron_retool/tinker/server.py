@@ -11,7 +11,17 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from megatron_retool.http_listener import (
+from megatron_retool.target_sequences import RequestRefused
+from megatron_retool.tinker.promises import Outcome
+from megatron_retool.tinker.requests import metadata, read_copy_weights, read_create_model, required_text
+from megatron_retool.tinker.rest import Rest, path_of_route
+from megatron_retool.tinker.service import TinkerService
+from sglang_rollout.gateway.api import shown_key
+from sglang_rollout.gateway.errors import ApiError, invalid
+from sglang_rollout.gateway.fields import Json, flag
+from sglang_rollout.gateway.text_size import too_many_values
+from untrusted import load_json
+from untrusted.http_listener import (
     BODY_SECONDS,
     BodyRefused,
     ForeignCaller,
@@ -21,16 +31,6 @@ from megatron_retool.http_listener import (
     most_connections,
     read_body,
 )
-from megatron_retool.target_sequences import RequestRefused
-from megatron_retool.tinker.promises import Outcome
-from megatron_retool.tinker.requests import metadata, read_copy_weights, read_create_model, required_text
-from megatron_retool.tinker.rest import Rest, path_of_route
-from megatron_retool.tinker.service import TinkerService
-from megatron_retool.untrusted import load_json
-from sglang_rollout.gateway.api import shown_key
-from sglang_rollout.gateway.errors import ApiError, invalid
-from sglang_rollout.gateway.fields import Json, flag
-from sglang_rollout.gateway.text_size import too_many_values
 
 PREFIX = "/api/v1"
 FILES = "/files"

@@ -38,9 +38,9 @@ from megatron_retool.tinker.sessions import Sessions
 from megatron_retool.tinker.trainer import Trainer
 from megatron_retool.tinker.training_run import TrainingRun
 from megatron_retool.tinker.wire import ForwardBackward, read_data, read_forward_backward, write_outputs
-from megatron_retool.untrusted import clipped
 from sglang_rollout.gateway.errors import ApiError, invalid
 from sglang_rollout.gateway.fields import Json
+from untrusted import clipped
 
 MOST_HELD_BYTES = 2 << 30
 """Of forward_backward's bodies that wait for the learner."""

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError, EncodeError
 
 from megatron_retool.target_sequences import FloatArray, Int64Array, RequestRefused
 from megatron_retool.tinker.messages import MESSAGES
-from megatron_retool.untrusted import quoted
 from sglang_rollout.gateway.errors import invalid
+from untrusted import quoted
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 MOST_CELLS = 1 << 26

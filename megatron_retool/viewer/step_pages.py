@@ -28,7 +28,6 @@ from megatron_retool.parquet_files import (
     read_row_groups,
 )
 from megatron_retool.trajectory import KEY_COLUMNS, FinishReason, RowKey, ToolCall, Trajectory, keys_of
-from megatron_retool.untrusted import load_own_json
 from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
 from megatron_retool.viewer.curves import METRICS_FILE
 from megatron_retool.viewer.json_numbers import column_for_json, number_for_json, values_for_json
@@ -36,6 +35,7 @@ from megatron_retool.viewer.row_names import named_response, response_name, row_
 from megatron_retool.viewer.run_directories import CONFIG_FILE
 from megatron_retool.viewer.runs_table import settings_of
 from megatron_retool.viewer.token_texts import token_texts
+from untrusted import load_own_json
 
 Decode = Callable[[list[int]], str]
 _ROW = ["group_id", "index", "finish_reason", "reward", "reward_info", "tool_calls", "extra_info"]

@@ -13,9 +13,9 @@ from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.parquet_files import list_groups, read_parquet
 from megatron_retool.trajectory import keys_of
-from megatron_retool.untrusted import load_own_json
 from megatron_retool.viewer.curves import METRICS_FILE, number_or_none, read_curves
 from megatron_retool.viewer.row_names import response_name
+from untrusted import load_own_json
 
 ORDER = (
     Phase.GENERATION, Phase.PHASE_SWITCH, Phase.OLD_LOG_PROB, Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE,

@@ -29,9 +29,9 @@ from megatron_retool.routed_experts import (
 )
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
-from megatron_retool.untrusted import load_own_json
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
+from untrusted import load_own_json
 
 _TOKEN_COLUMNS = {
     "response_ids": pa.int32(),

@@ -33,7 +33,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from megatron_retool.config import MultiTurnConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
-from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.tagged_calls import TaggedTurn, TagGrammar
 from sglang_rollout.agent.written_calls import (
     ParsedCall,
@@ -46,6 +45,7 @@ from sglang_rollout.agent.written_calls import (
     tagged_blocks,
     without_fence,
 )
+from untrusted import load_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from megatron_retool.data import template_limits
 from megatron_retool.errors import InputError
-from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
+from untrusted import without_surrogates
 
 _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 
 @dataclass(frozen=True)

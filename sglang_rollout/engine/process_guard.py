@@ -19,10 +19,11 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # started without site-packages: the project is found only beside this file
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":  # started without site-packages, so what it imports is found only beside this file
+    _beside = Path(__file__).resolve().parents[2]  # a checkout, or the directory of installed packages
+    sys.path[:1] = [str(_beside), str(_beside / "tools" / "untrusted")]
 
-from megatron_retool.process_tree import descendants, process_fields
+from untrusted.process_tree import descendants, process_fields
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

@@ -15,8 +15,8 @@ from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
-from megatron_retool.untrusted import load_json
 from sglang_rollout.engine.process import resolve_device
+from untrusted import load_json
 
 OWN_OUTPUT_LAYER = frozenset(
     {

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from megatron_retool.untrusted import load_json
 from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
 from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
+from untrusted import load_json
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_retool.tracebacks import drop_tracebacks
-from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.agent.long_texts import in_thread
 from sglang_rollout.gateway import anthropic_messages, chat_completions, completions, responses
 from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, TextAnswer, TextCall
@@ -39,6 +38,7 @@ from sglang_rollout.gateway.errors import OVERFLOW, ApiError, invalid, unsupport
 from sglang_rollout.gateway.interface import GatewayStatistics
 from sglang_rollout.gateway.sessions import OpenSession
 from sglang_rollout.gateway.text_size import MOST_JSON_VALUES, too_many_values
+from untrusted import load_json, without_surrogates
 
 logger = logging.getLogger(__name__)
 

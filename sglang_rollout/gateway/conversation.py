@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from megatron_retool.untrusted import without_surrogates
+from untrusted import without_surrogates
 
 Message = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_retool.untrusted import MOST_QUOTED, clipped
+from untrusted import MOST_QUOTED, clipped
 
 _KINDS = {
     400: ("invalid_request_error", "invalid_request_error"),

@@ -17,7 +17,6 @@ from megatron_retool.config import MultiTurnConfig
 from megatron_retool.data.chat_template import ChatTemplateError as RenderError
 from megatron_retool.data.chat_template import render
 from megatron_retool.registry import ExtensionError
-from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import stop_conditions
@@ -29,6 +28,7 @@ from sglang_rollout.gateway.conversation import Constraint, ConversationAnswer, 
 from sglang_rollout.gateway.errors import invalid
 from sglang_rollout.gateway.text_size import characters, message_sizes
 from tools.arguments import typed_arguments
+from untrusted import without_surrogates
 
 PROMPTS_KEPT = 128
 WINDOW = 1 << 14

@@ -17,16 +17,6 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
-from megatron_retool.http_listener import (
-    BODY_SECONDS,
-    BodyRefused,
-    ForeignCaller,
-    Listener,
-    check_caller,
-    is_loopback,
-    most_connections,
-    read_body,
-)
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, BodyTooLong, shown_key
 from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, TextAnswer, TextCall
@@ -36,6 +26,16 @@ from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Session
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
 from tools.tool import ToolSession
+from untrusted.http_listener import (
+    BODY_SECONDS,
+    BodyRefused,
+    ForeignCaller,
+    Listener,
+    check_caller,
+    is_loopback,
+    most_connections,
+    read_body,
+)
 
 SHUTDOWN_SECONDS = 2.0
 BACKLOG = 4096

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_retool.trajectory import RolloutTiming, ToolCall
-from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.long_texts import by_size
 from sglang_rollout.agent.loop import run_call
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.gateway.conversation import SpokenCall
 from sglang_rollout.gateway.rendering import ContextRenderer
 from tools.tool import ToolSession
+from untrusted import load_json
 
 
 class ToolDesk:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import megatron_retool
-from megatron_retool.process_tree import descendants
 from megatron_retool.rewards.worker import plain_json
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
-from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.task_agents.client import ClientSettings
 from sglang_rollout.task_agents.outcome import MESSAGE_CHARACTERS, AgentEnd
 from sglang_rollout.task_agents.usage import Usage, UsageWatch
+from untrusted import load_json, without_surrogates
+from untrusted.process_tree import descendants
 
 _END_SECONDS = 5.0
 MOST_RESULT_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_retool.process_tree import below, children
+from untrusted.process_tree import below, children
 
 LOOK_SECONDS = 0.5
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -18,7 +18,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("EngineWorker", ("ray::EngineWorker",)),
     ("learner rank", ("ray::LearnerWorker",)),
     ("shared-memory manager", ("torch_shm_manager",)),
-    ("sandbox server", ("tools.code_interpreter.server",)),
+    ("sandbox server", ("code_interpreter.server",)),
     ("sandbox", ("code_interpreter/warden.py",)),
     ("reward process", ("megatron_retool.rewards.",)),
     ("Ray's GCS", ("gcs_server",)),

@@ -18,6 +18,8 @@ import ray
 from ray.cluster_utils import Cluster
 from rich.console import Console
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerError
 from megatron_retool.cluster import sandbox_group
 from megatron_retool.cluster.placement import Placement, plan_placement
 from megatron_retool.cluster.runtime import node_address, node_ids
@@ -25,8 +27,6 @@ from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.config import Config, load_config
 from megatron_retool.ports import free_port
 from tests.processes import is_alive
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerError
 
 pytestmark = pytest.mark.timeout(300)
 

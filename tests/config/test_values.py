@@ -18,7 +18,7 @@ from megatron_retool.config.nearest import nearest_key
 from megatron_retool.config.schema import dotted_keys
 from megatron_retool.config.tree import check_values, walk
 from megatron_retool.fields import Range, number
-from megatron_retool.untrusted import MOST_TOLD
+from untrusted import MOST_TOLD
 
 EVERYTHING = dataclasses.replace(Config(), sft=SFTConfig(stages=[SFTStage()]))
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
+from code_interpreter.process import SandboxServerProcess
 from megatron_retool.__main__ import main
 from megatron_retool.chat_endpoint import ChatEndpoint, ChatReply, EndpointError, EndpointRefusal, EndpointSilence
 from megatron_retool.commands.data_construct import PROMPT
@@ -24,7 +25,6 @@ from megatron_retool.data.construct.run import PlainTrace, PromptTemplate
 from megatron_retool.data.files import DataError
 from megatron_retool.data.sft_dataset import SFTDataset
 from megatron_retool.data.tagged_traces import TraceError, parse_trace
-from tools.code_interpreter.process import SandboxServerProcess
 
 # ---- tags ------------------------------------------------------------------------------------------------------------
 

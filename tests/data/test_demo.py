@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess
 from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError
 from megatron_retool.data.demo import make, make_demo
@@ -21,9 +23,7 @@ from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.traces import DemoTools, trace
 from megatron_retool.planning.models import demo_architecture
 from tests.data.conftest import demo_config
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
 from tools.registry import ToolRegistry
 from tools.tool import TrajectoryInfo
 

@@ -30,7 +30,7 @@ RUN_ELSEWHERE = {
     r"setup\.sh --gpu": "it installs CUDA packages",
     r"-m experiments\.mismatch": "tests/end_to_end/test_mismatch_experiment.py runs the quick form",
     r"^megatron-retool data ": "tests/data/test_prepare.py and test_construct.py: here is neither hub nor endpoint",
-    r"tools\.code_interpreter\.server|^curl ": "tests/tools/code_interpreter starts servers and asks them",
+    r"code_interpreter\.server|^curl ": "tests/tools/code_interpreter starts servers and asks them",
     r"^megatron-retool doctor": "tests/doctor runs it, on this host",
     r"^megatron-retool admit|megatron_retool\.admission\.page": "tests/admission admits every family",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",

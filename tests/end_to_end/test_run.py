@@ -261,7 +261,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
             os.kill(pid, signal.SIGKILL)
 
     wait_for((run_dir / "rollouts/step_000001.parquet").exists)
-    kill("tools.code_interpreter.server")
+    kill("code_interpreter.server")
     (tmp_path / "hold").touch()
     wait_for((tmp_path / "held").exists)
     kill("sglang.launch_server")

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from code_interpreter.process import SandboxServerProcess
 from megatron_retool.config import CodeInterpreterConfig
 from tests.end_to_end.conftest import ROOT, FinishedRun, kill_driver, wait_until_gone
 from tests.serving.processes import lines_until, start
 from tests.tinker.cookbook import COOKBOOK, run_with_cookbook
 from tests.tinker.served import NAME, make_model
-from tools.code_interpreter.process import SandboxServerProcess
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
 from tinker import types  # noqa: E402

@@ -15,13 +15,13 @@ import pytest
 
 from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig, RolloutConfig
 from megatron_retool.data.prompts import PromptRow
-from megatron_retool.process_tree import process_fields
 from megatron_retool.rewards.base import BadResultError, normalize_result
 from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 from sglang_rollout.agent.loop import row_of
 from sglang_rollout.groups import GroupFactory
 from sglang_rollout.task_agents.outcome import AgentEnd
+from untrusted.process_tree import process_fields
 
 
 class Characters:

@@ -13,13 +13,13 @@ import time
 import pytest
 
 from megatron_retool.config import RewardConfig
-from megatron_retool.process_tree import descendants, process_fields
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.base import extra_values
 from megatron_retool.rewards.channel import _HEADER, _MAGIC, BrokenFrame, Channel
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rewards.process import WorkerProcess
 from tests.rewards.test_manager import Characters, trajectory
+from untrusted.process_tree import descendants, process_fields
 
 HOSTILE = """
 import os, signal, subprocess, sys, time

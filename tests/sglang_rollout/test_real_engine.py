@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from code_interpreter.process import SandboxServerProcess
 from megatron_retool.cluster.log_prob_check import LogProbMismatch, fixed_text
 from megatron_retool.config import (
     CodeInterpreterConfig,
@@ -29,7 +30,6 @@ from megatron_retool.config import (
     load_config,
 )
 from megatron_retool.data.chat_template import render
-from megatron_retool.process_tree import descendants
 from megatron_retool.serving.front import OpenDoor
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.sglang_engine import SGLangEngine
@@ -54,8 +54,8 @@ from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY
 from tests.sglang_rollout.scored_text import compare
 from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
-from tools.code_interpreter.process import SandboxServerProcess
 from tools.registry import ToolRegistry
+from untrusted.process_tree import descendants
 
 CONTEXT = 4096
 """The model's own, so that SGLang is told of a longer one."""

@@ -14,7 +14,7 @@ from tests.slurm.jobs import ROOT, SCRIPTS, job_environment
 from tests.slurm.virtual_cluster import VirtualCluster
 
 DEMO = ROOT / "configs" / "demo_cpu.yaml"
-SANDBOX = "tools.code_interpreter.server"
+SANDBOX = "code_interpreter.server"
 STEPS = 3
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from code_interpreter.client import CodeInterpreterClient
+from code_interpreter.process import SandboxServerProcess
+from code_interpreter.protocol import ExecutionResult, Outcome
 from megatron_retool.config import CodeInterpreterConfig, ConfigError, SearchConfig, ToolsConfig
-from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess
-from tools.code_interpreter.protocol import ExecutionResult, Outcome
-from tools.code_interpreter.tool import describe
+from tools.code_interpreter_tool import describe
 from tools.function_tool import FunctionTool
 from tools.loading import named_tool
 from tools.registry import ToolRegistry

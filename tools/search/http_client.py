@@ -18,8 +18,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from megatron_retool.config import SearchServiceConfig
-from megatron_retool.untrusted import retry_after_seconds
 from tools.search.backends import SearchError
+from untrusted import retry_after_seconds
 
 logger = logging.getLogger(__name__)
 

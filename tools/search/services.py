@@ -28,13 +28,13 @@ from typing import Any
 from yarl import URL
 
 from megatron_retool.config import ConfigError, ReadPageConfig, SearchConfig
-from megatron_retool.untrusted import load_json, without_surrogates
 from tools.search.answer_cache import SearchCache, digest
 from tools.search.backends import Page, SearchError
 from tools.search.http_client import FetchedAnswer, HttpClient, require_public_host
 from tools.search.index import Hit, Passage
 from tools.search.web_text import is_text, to_text
 from tools.tool import run_method
+from untrusted import load_json, without_surrogates
 
 __all__ = ["Bing", "BrightData", "Question", "Retriever", "Serper", "WebSearch", "hit"]
 

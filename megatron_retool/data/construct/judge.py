@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from answer_equality.score import compute_score, extract_answer
+from code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
+from code_interpreter.protocol import Outcome
 from megatron_retool.chat_endpoint import ChatReply
 from megatron_retool.config import CodeInterpreterConfig
 from megatron_retool.data.tagged_traces import Message, TracedCall, TraceError, conversation, parse_trace
-from megatron_retool.untrusted import without_surrogates
-from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
-from tools.code_interpreter.protocol import Outcome
-from tools.code_interpreter.tool import describe
+from tools.code_interpreter_tool import describe
+from untrusted import without_surrogates
 
 _ERROR_SHOWN = re.compile(r"Traceback \(most recent|\b\w*(?:Error|Exception)\b")
 _OPENING, _CLOSING = "<rewritten>", "</rewritten>"

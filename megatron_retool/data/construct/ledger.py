@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.runs.append_file import AppendFile
-from megatron_retool.untrusted import load_own_json
+from untrusted import load_own_json
 
 
 def key_of(*parts: Any) -> str:

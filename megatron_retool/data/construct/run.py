@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
+from code_interpreter.client import SandboxUnavailable
 from megatron_retool.chat_endpoint import ChatEndpoint, EndpointRefusal, EndpointSilence
 from megatron_retool.data.construct.judge import RewriteVerdict, Run, judge
 from megatron_retool.data.construct.ledger import Ledger, key_of
@@ -24,8 +25,7 @@ from megatron_retool.data.prompt_files import question_messages
 from megatron_retool.monitor.progress import ProgressLine, progress_line
 from megatron_retool.parquet_files import write_row_groups
 from megatron_retool.runs.files import atomic_write, write_text
-from tools.code_interpreter.client import SandboxUnavailable
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
 
 _QUESTION, _REASONING = "<<question>>", "<<reasoning>>"
 _GROUP_ROWS = 256

@@ -33,7 +33,7 @@ from megatron_retool.data.demo.traces import (
 from megatron_retool.data.demo.word_problems import WORD_FAMILIES
 from megatron_retool.data.files import write_parquet
 from megatron_retool.data.tagged_traces import Message
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
 FORMAT_VERSION = 1

@@ -15,11 +15,11 @@ import linecache
 import traceback
 from types import CodeType
 
+from code_interpreter.protocol import ExecutionResult, Outcome
+from code_interpreter.snippet import FILE_NAME
 from megatron_retool.config import CodeInterpreterConfig
 from megatron_retool.data.demo.tool_output import ToolOutput
-from tools.code_interpreter.protocol import ExecutionResult, Outcome
-from tools.code_interpreter.snippet import FILE_NAME
-from tools.code_interpreter.tool import describe
+from tools.code_interpreter_tool import describe
 
 
 class SnippetRunner:

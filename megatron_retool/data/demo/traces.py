@@ -15,7 +15,7 @@ from megatron_retool.data.demo.facts import value_in
 from megatron_retool.data.demo.problems import FactProblem, Problem, Snippets
 from megatron_retool.data.demo.tool_output import ToolOutput
 from megatron_retool.data.tagged_traces import Message, tool_call, tool_result
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
 SYSTEM_PROMPT = "Solve the problem. Put the answer in \\boxed{}."

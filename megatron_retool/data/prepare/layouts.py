@@ -30,7 +30,7 @@ from megatron_retool.data.prompt_files import (
     question_messages,
 )
 from megatron_retool.data.tagged_traces import TraceError, conversation, parse_trace
-from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.code_interpreter_tool import CodeInterpreterTool
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 PROMPTS = pa.schema(

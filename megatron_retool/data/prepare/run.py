@@ -22,7 +22,7 @@ from megatron_retool.data.prepare.source import DataSetSource, SourceFile, descr
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.parquet_files import write_row_groups
 from megatron_retool.runs.files import atomic_write, write_text
-from megatron_retool.untrusted import load_json
+from untrusted import load_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from megatron_retool.config import EngineConfig
-from megatron_retool.process_tree import descendants
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.key import authorization, engine_key
 from sglang_rollout.engine.process import PLUGINS, SGLangServer
 from tests.sglang_rollout.agent import markov_policy
+from untrusted.process_tree import descendants
 
 ONE_TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 

@@ -17,7 +17,6 @@ from megatron_retool import scratch
 from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig, SpeculativeConfig
 from megatron_retool.planning.models import MODELS
-from megatron_retool.process_tree import descendants
 from sglang_cpu_engine import PYTHON_PATH
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
@@ -25,6 +24,7 @@ from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
 from sglang_rollout.engine.process import EXACT_PLUGIN, EXPERT_DTYPE_VARIABLE, PLUGINS, SGLangServer, resolve_device
 from tests.sglang_rollout.agent import markov_policy
+from untrusted.process_tree import descendants
 
 
 @pytest.fixture(scope="module")

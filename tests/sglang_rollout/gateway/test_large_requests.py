@@ -13,7 +13,6 @@ import weakref
 import pytest
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
-from megatron_retool.untrusted import MOST_LEVELS
 from sglang_rollout.agent import long_texts
 from sglang_rollout.gateway import rendering
 from sglang_rollout.gateway.api import ApiRequest, BodyTooLong
@@ -24,6 +23,7 @@ from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION,
 from tests.sglang_rollout.scripted import Counter
 from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
 from tools.tool import ToolResult
+from untrusted import MOST_LEVELS
 
 __all__ = ["way"]
 CONTEXT = 519
