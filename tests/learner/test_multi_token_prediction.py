@@ -33,7 +33,7 @@ from megatron_retool.config.rollout import SpeculativeConfig
 from megatron_retool.doctor.model import sequences
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.routed_experts import RoutedExperts
-from tests.learner import tiny_models
+from tests.learner import test_muon, tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (1, 22), (13, 41), (6, 1), (2, 17)]
 """With prompts that are too short for a prediction of the first response token."""
@@ -76,6 +76,7 @@ FORMS = {
 }
 """Prefix of the layer's tensors in a checkpoint -> names of the norms of what is projected first and second, of the
 projection, and of the last norm."""
+BY_MUON = ("mimo, one", "mimo, pipeline", "glm4_moe, experts")
 FAMILIES = {
     "mimo": ("qwen2", "Qwen2", "model.mtp_layers.{number}."),
     "glm4_moe": ("glm4_moe", "Glm4Moe", BEHIND),
@@ -263,7 +264,7 @@ def reference(model, layers, batch, observes):
     return gradients, -float(torch.cat(found).detach().mean()), float(torch.cat(best).double().mean())
 
 
-def build(world_size, settings, hf_dir, mtp, mcore_dir=None, engine=None):
+def build(world_size, settings, hf_dir, mtp, mcore_dir=None, engine=None, optimizer=OPTIMIZER):
     from megatron_retool.learner.learner import Learner
 
     learner = LearnerConfig(
@@ -274,7 +275,7 @@ def build(world_size, settings, hf_dir, mtp, mcore_dir=None, engine=None):
     config = Config(
         model=ModelConfig(path=str(hf_dir)), rollout=RolloutConfig(engine=engine or EngineConfig()), learner=learner
     )
-    return Learner(config, optimizer=OPTIMIZER, total_optimizer_steps=9, hf_dir=hf_dir, mcore_dir=mcore_dir)
+    return Learner(config, optimizer=optimizer, total_optimizer_steps=9, hf_dir=hf_dir, mcore_dir=mcore_dir)
 
 
 def gradients_of(learner, update):
@@ -329,6 +330,8 @@ def learn(world_size, name, directory):
         engine = EngineConfig(speculative=SpeculativeConfig("EAGLE", draft_model_path=str(hf_dir)))
         drafted = build(world_size, settings, hf_dir, MtpConfig(train=True), engine=engine)
         found["synced"] = [set(exported(each)) for each in (learner, drafted)]
+    if name in BY_MUON:
+        found["muon"] = learn_by_muon(world_size, settings, hf_dir)
     if name == "glm4_moe, one":
         replaying = build(world_size, {"routing_replay": "old_log_probs"}, hf_dir, MtpConfig(train=True))
         rows = replaying.log_probs(batch)["routed_experts"]
@@ -341,6 +344,20 @@ def learn(world_size, name, directory):
             metrics, gradients = gradients_of(learner, lambda learner=learner: learner.update(columns_of(batch)))
             found["beside", beside] = metrics, gradients, exported(learner)
     return found
+
+
+def learn_by_muon(world_size, settings, hf_dir):
+    """All weights after two updates by Muon, and what its formula makes of the first ones and these gradients."""
+    mtp = MtpConfig(True, FACTOR, detach_heads=False)  # one norm is clipped
+    settings = {**settings, "use_distributed_optimizer": False}
+    learner = build(world_size, settings, hf_dir, mtp, optimizer=test_muon.OPTIMIZER)
+    weights = all_weights(learner)
+    plain = test_muon.PlainMuon({n: w for n, w in weights.items() if "e_score_correction" not in n}, 0)
+    for seed in (1, 2):
+        _, gradients = gradients_of(learner, lambda seed=seed: learner.sft_update(random_batch(LENGTHS, seed=seed)))
+        if gradients:  # on rank 0
+            plain.step({name: gradients[name] for name in plain.weights})
+    return all_weights(learner), plain.weights
 
 
 def all_weights(learner):
@@ -416,6 +433,17 @@ def test_an_observer_changes_no_bit_of_the_policy(found, expected, layout):
     assert all(torch.equal(weights[name], weight) for name, weight in plain_weights.items())
     assert metrics["actor/grad_norm"] == plain_metrics["actor/grad_norm"] > OPTIMIZER.clip_grad
     assert metrics["learner/mtp_loss"] == pytest.approx(expected[layout.partition(",")[0]][True][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", BY_MUON)
+def test_muon_steps_their_matrices(found, layout):
+    weights, expected = found[layout]["muon"]
+    moved = [name for name in expected if is_predictors(name) and weights[name].dim() == 2]
+    assert len(moved) > PREDICTORS
+    for name, wanted in expected.items():
+        torch.testing.assert_close(
+            weights[name].double(), wanted, rtol=0, atol=2e-5, msg=lambda said, n=name: f"{n}: {said}"
+        )
 
 
 def test_routing_replay_leaves_their_routers_alone(found):
