@@ -55,7 +55,7 @@ engine** then computes log-probs of a batch of texts, which transformers' are he
 behind a cached prefix, and of tokens that are decoded one by one. It is the runner of a CPU engine in float32, with
 `torch_native` attention and what this project puts in the place of kernels that need a GPU. Texts are longer than a
 window; where SGLang's class knows no window (Mistral) they end within it, as a run's have to. The check does not apply
-where SGLang does not serve the family on a CPU: multi-head latent attention, attention sinks, gated delta nets,
+where SGLang does not serve the family on a CPU: multi-head latent attention, attention sinks,
 MiniMax-M2. GPUs, bfloat16 and Transformer Engine's layers are not part of it.
 
 In every family positions may be stretched as `linear`, `llama3` and `yarn` do, and as `longrope` does where all layers
@@ -150,11 +150,12 @@ calls is `rollout.multi_turn.format: harmony`.
 Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
 alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value
 heads. So does context parallelism, within a tensor-parallel rank: the ranks exchange their tokens for heads around the
-state and back, so that TP x CP has to divide the key heads. Transformer Engine's layers, shared prefixes and SGLang on
-a CPU are refused by name. The
-reference of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the
-model is, and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A
-tiny model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
+state and back, so that TP x CP has to divide the key heads. Transformer Engine's layers and shared prefixes are refused
+by name. SGLang's operators for a CPU want AMX; engines here have others in their place, with prefixes cached
+(`tools/sglang_cpu_engine`). The reference of an admission computes the delta rule token by token, in float64:
+transformers' own is float32 whatever the model is, and where decays are fast its chunks lose digits (gradients of the
+rule off by 7e-6, the learner's by 1e-7). A tiny model begins with slower decays than a new one of transformers, with
+which float32 of either is off by 4e-5.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

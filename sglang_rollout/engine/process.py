@@ -59,6 +59,11 @@ RESERVED_TOKENS = 7
 answer too. It gets so many more, so that rollout.engine.context_length can be filled."""
 CPU_CACHE_TOKENS = 32768
 """KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
+CPU_RUNNING_REQUESTS = 64
+"""Requests at a time of such an engine whose model has linear attention: each keeps states, for which SGLang would take
+most of the memory too."""
+STATES_OF_A_REQUEST = 3
+"""That SGLang keeps for each running request, so that prefixes can stay in its cache."""
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
 
@@ -321,7 +326,9 @@ class SGLangServer:
         self._check_device()
         if self.device == "cpu":
             tokens = config.max_total_tokens or max(CPU_CACHE_TOKENS, config.context_length or 0)
-            arguments |= {"--max-total-tokens": tokens}
+            states = STATES_OF_A_REQUEST * (config.max_running_requests or CPU_RUNNING_REQUESTS)
+            keeps_states = "linear_num_value_heads" in self._model_config()
+            arguments |= {"--max-total-tokens": tokens, "--max-mamba-cache-size": states if keeps_states else None}
         else:
             arguments |= {"--enable-memory-saver": self.colocated}
             if self._is_mixture_of_experts():

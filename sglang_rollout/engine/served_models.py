@@ -228,8 +228,6 @@ def unserved_on_cpu(architecture: Architecture, served: Sequence[str]) -> str:
             "SGLang's attention on a CPU (torch_native) has no attention sinks, which this "
             f"{architecture.family} model has"
         )
-    if architecture.linear_layers:
-        return "SGLang has no operators for gated delta nets on a CPU"
     return ""
 
 

@@ -17,7 +17,7 @@ from tests.admission.variants import VARIANTS
 
 SPARSE = {"deepseek_v32", "glm_moe_dsa", "glm-5 with shared keys"}
 LATENT = {*SPARSE, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}
-GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2"}
 """What SGLang does not serve on a CPU."""
 UNSERVED = {"dense layers among experts"}
 """What it serves nowhere."""

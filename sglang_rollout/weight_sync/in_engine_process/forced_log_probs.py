@@ -25,6 +25,9 @@ class _NoPrefixes(SimpleNamespace):
     def supports_swa(self) -> bool:
         return False
 
+    def supports_mamba(self) -> bool:
+        return False
+
     def maybe_hand_to_session(self, request: Any) -> None:
         pass
 
@@ -72,6 +75,7 @@ def _runner(directory: str, tokens: int, requests: int) -> Any:
         skip_tokenizer_init=True,
         max_total_tokens=2 * tokens,
         max_running_requests=2 * requests,
+        max_mamba_cache_size=6 * requests,  # of models with linear attention
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()

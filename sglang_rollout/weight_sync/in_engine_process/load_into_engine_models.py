@@ -45,8 +45,6 @@ def main(cases: list[dict[str, Any]], rendezvous: Path) -> dict[str, Any]:
     load_plugins()
     # Schemes ask for a GPU of the right age while they register parameters.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    # A CUDA build of torch names CUDA's module on a host that has no driver for it.
-    torch.get_device_module = lambda device=None: torch.cpu
     # Where layers keep a state, a CPU has no cache of prefixes; none is needed.
     arguments = ServerArgs(model_path=cases[0]["directory"], device="cpu", disable_radix_cache=True)
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))

@@ -55,6 +55,18 @@ def flag(engine: SGLangServer, name: str) -> str | None:
     return command[command.index(name) + 1] if name in command else None
 
 
+@pytest.mark.parametrize(("requests", "states"), [(None, "192"), (10, "30")])
+def test_an_engine_on_a_cpu_has_bounded_states_of_linear_attention(model_directory, tmp_path, requests, states):
+    settings = {"max_running_requests": requests}
+    assert flag(make_engine(model_directory, tmp_path, settings=settings), "--max-mamba-cache-size") is None
+    linear = tmp_path / "model"
+    linear.mkdir()
+    (linear / "config.json").write_text(json.dumps({"linear_num_value_heads": 32}))
+    assert flag(make_engine(linear, tmp_path, settings=settings), "--max-mamba-cache-size") == states
+    on_a_gpu = make_engine(linear, tmp_path, device="cuda", settings=settings)
+    assert flag(on_a_gpu, "--max-mamba-cache-size") is None
+
+
 def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
     engine = make_engine(model_directory, tmp_path, settings={"max_total_tokens": 4096, "random_seed": 3, "threads": 2})
     environment = engine.environment()

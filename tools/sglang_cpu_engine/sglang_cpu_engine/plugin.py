@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, layers
+from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, delta_nets, layers
 from sglang_cpu_engine.compiled import takes
 from sglang_cpu_engine.decode_attention import attend
 
@@ -30,6 +30,8 @@ _RUNNING_FOR_ONE_WAITING, _MOST_PASSES_HELD = 8, 8
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
     leave_memory_unpinned()
+    # Delta nets ask it where they are; a CUDA build of torch answers torch.cuda, which then looks for a GPU.
+    torch.get_device_module = lambda *_: torch.cpu
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -52,6 +54,11 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
     HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", sample, HookType.AROUND)
+    for module in ("fused_norm_gate.FusedRMSNormGated", "layernorm_gated.RMSNorm"):
+        # Triton kernels, on every device that has no AMX.
+        HookRegistry.register(
+            f"sglang.kernels.ops.attention.fla.{module}.forward", delta_nets.gated_rms_norm, HookType.REPLACE
+        )
     register_layers(without=os.environ.get(WITHOUT_VARIABLE, "").split(","))
 
 

@@ -52,15 +52,27 @@ def test_a_version_that_it_is_not_made_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert "pip install sglang==0.5.99" in str(command.why_not())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+DELTA_NETS = {
+    "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {"qwen2": SIZES, "qwen3_5_text": {**SIZES, **DELTA_NETS}}
 
-    directory: Path = tmp_path_factory.mktemp("model")
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = tmp_path / "model"
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    config = AutoConfig.for_model(request.param, **MODELS[request.param])
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    kept = json.loads((directory / "config.json").read_text())  # transformers leaves a key out that SGLang reads
+    (directory / "config.json").write_text(json.dumps({**MODELS[request.param], **kept}))
     return directory
 
 
@@ -84,6 +96,7 @@ def test_a_real_server_computes_what_transformers_does(model: Path, tmp_path: Pa
         port = probe.getsockname()[1]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(APART) if APART.is_dir() else None]))
     settings = ["--port", str(port), "--dtype", "float32", "--max-total-tokens", "2048", "--skip-tokenizer-init"]
+    settings += ["--max-mamba-cache-size", "12"]
     with open(tmp_path / "log", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "sglang_cpu_engine.command", "--model-path", str(model), *settings],

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang_cpu_engine import delta_nets
+
 __version__ = "0.4.10"
 
 _UINT32 = 0xFFFFFFFF
@@ -62,14 +64,23 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 _LIBRARY = torch.library.Library("sgl_kernel", "DEF")
 _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
-# Looked up where SGLang's file of Qwen3.5 is imported, and not called: its delta nets have no operators on a CPU.
-for _name in (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-):
-    _LIBRARY.define(f"{_name}() -> ()")
+for _signature, _function in {
+    "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)": delta_nets.gates,
+    "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
+    "Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
+    "bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor": (
+        delta_nets.delta_rule_of_next
+    ),
+    "fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()": delta_nets.sigmoid_mul,
+    "fused_qk_gemma_rmsnorm_cpu(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int size) -> "
+    "(Tensor, Tensor)": delta_nets.heads_normed,
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, "
+    "int size, int heads) -> (Tensor, Tensor, Tensor)": delta_nets.heads_normed_beside_gates,
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor qkvz, Tensor ba, int key_heads, int value_heads, "
+    "int key_size, int value_size) -> (Tensor, Tensor, Tensor, Tensor)": delta_nets.projections_split,
+}.items():
+    _LIBRARY.define(_signature)
+    _LIBRARY.impl(_signature.partition("(")[0], _function, "CPU")
 
 
 def __getattr__(name: str) -> Any:
