@@ -18,11 +18,13 @@ from typing import Any
 import numba
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
 from sglang_cpu_engine import compiled
 
 _NORM_EPSILON = 1e-6
+_AT_A_TIME = 32
+"""float32 numbers that torch takes at a time, in two of the widest vector registers."""
 
 
 def convolve_prefill(
@@ -89,8 +91,18 @@ def _convolved(known: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithm of the decay and beta, float32 [1, tokens, value heads], of ``a`` and ``b`` [tokens, value heads]."""
-    log_decay = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
-    return log_decay[None], b.float().sigmoid()[None]
+    rates = _in_whole_vectors(softplus, a.float() + dt_bias.float())
+    return (-a_log.float().exp() * rates)[None], _in_whole_vectors(torch.sigmoid, b.float())[None]
+
+
+def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function``, of each element of ``x`` [tokens, heads].
+
+    What is left of a tensor behind its last whole vectors torch computes by other instructions, to other bits; how many
+    tokens there are would decide which elements those are.
+    """
+    heads = x.shape[-1]
+    return function(pad(x, (0, -heads % _AT_A_TIME)))[:, :heads]
 
 
 def delta_rule(
@@ -116,8 +128,8 @@ def delta_rule(
         cu_seqlens: [requests + 1], where their tokens begin.
     """
     query, key = (_normed(each[0].float()) for each in (q, k))
-    output = torch.empty(v.shape[1:], dtype=torch.float32)
-    operands = (query * q.shape[-1] ** -0.5, key, v[0].float().contiguous(), g[0].exp(), beta[0].contiguous())
+    output, decay = torch.empty(v.shape[1:], dtype=torch.float32), _in_whole_vectors(torch.exp, g[0])
+    operands = (query * q.shape[-1] ** -0.5, key, v[0].float().contiguous(), decay.contiguous(), beta[0].contiguous())
     places = (initial_state_indices.long(), cu_seqlens.long())
     _compiled()(*(each.numpy() for each in (*operands, initial_state, *places, output)))
     return output.to(v.dtype)[None], None, None

@@ -31,7 +31,7 @@ def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
     leave_memory_unpinned()
     # Delta nets ask it where they are; a CUDA build of torch answers torch.cuda, which then looks for a GPU.
-    torch.get_device_module = lambda *_: torch.cpu
+    torch.get_device_module = lambda *_: torch.cpu  # type: ignore[assignment]
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

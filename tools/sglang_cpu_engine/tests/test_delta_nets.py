@@ -120,6 +120,17 @@ def test_a_convolution_continues_where_it_was_cut(bias: Tensor | None) -> None:
     assert torch.equal(parts[SLOTS.long()], before[SLOTS.long()])
 
 
+@pytest.mark.parametrize("heads", [4, 32, 48])
+def test_gates_do_not_depend_on_neighbours(heads: int) -> None:
+    """Their number decides which elements torch computes by whole vectors."""
+    torch.manual_seed(3)
+    (a, b), (log_a, bias) = torch.randn(2, 37, heads), torch.randn(2, heads)
+    whole = delta_nets.gates(log_a, a, b, bias)
+    for token in range(37):
+        own = delta_nets.gates(log_a, a[token : token + 1], b[token : token + 1], bias)
+        assert all(torch.equal(one[0, 0], every[0, token]) for one, every in zip(own, whole, strict=True))
+
+
 def test_heads_are_normed_beside_their_gates() -> None:
     torch.manual_seed(2)
     heads, size = 3, 8
