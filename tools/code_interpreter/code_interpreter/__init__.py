@@ -1,6 +1,6 @@
 """A code interpreter for untrusted snippets: SandboxFusion's HTTP API over warm, isolated processes.
 
-Python, pytest, bash and notebooks; docs/sandbox.md has what is served and what differs.
+Python, pytest, bash and notebooks; docs/sandbox.md of megatron-retool has what is served and what differs.
 
     client ──HTTP──▶ server ──▶ pool ──channel──▶ worker ──fork──▶ snippet (one for each request)
                        │                             ▲
