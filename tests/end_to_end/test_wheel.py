@@ -32,7 +32,7 @@ SGLANG = ("sglang_cpu_engine",)
 """Tools that need SGLang, which lies apart from this environment's other packages."""
 
 OF_MINUTES = {"code_interpreter": "test_readme or test_languages or test_sessions or test_attacks_by_language"}
-"""Of a tool whose tests take minutes, those that run here too; all run in the checkout."""
+"""Which tests run here where all take minutes. The checkout's own run has all of them."""
 
 
 def environment_with(source: Path, directory: Path, extras: Collection[str] | None = None) -> Path:
