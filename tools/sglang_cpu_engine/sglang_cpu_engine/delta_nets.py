@@ -152,8 +152,7 @@ def _normed(x: Tensor) -> Tensor:
 
 def gated_rms_norm(norm: Any, x: Tensor, z: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
     """In place of the forward method of SGLang's module: norm(x) * silu(z), in float32."""
-    values = x.float()
-    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    values = _rms_norm(x, norm.weight.float(), norm.eps)
     gate = z.float().sigmoid() if norm.activation == "sigmoid" else silu(z.float())
     return (values * gate).to(x.dtype)
 
@@ -165,7 +164,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
 
 def heads_normed(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, size: int) -> tuple[Tensor, ...]:
     """The RMS norm of each head of ``q`` and ``k`` [tokens, heads * size], with 1 added to its weight."""
-    return tuple(_head_norm(each.reshape(-1, size), weight, eps) for each, weight in ((q, q_weight), (k, k_weight)))
+    pairs = ((q, q_weight), (k, k_weight))
+    return tuple(_rms_norm(x.reshape(-1, size), 1 + weight.float(), eps).to(x.dtype) for x, weight in pairs)
 
 
 def heads_normed_beside_gates(
@@ -176,10 +176,10 @@ def heads_normed_beside_gates(
     return *heads_normed(query, k, q_weight, k_weight, eps, size), gate.contiguous()
 
 
-def _head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In float32, as ``weight`` is."""
     values = x.float()
-    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * (1 + weight.float())
-    return values.to(x.dtype)
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def projections_split(
