@@ -7,11 +7,22 @@ from conversion.model.rotary import query_factor
 from megatron_retool.config import ConfigError
 
 OPERATORS = (
-    "norm", "qkv", "rotary", "attention", "attention_output", "mlp_up", "activation", "mlp_down", "router", "experts",
-    "head",
+    "norm", "qkv", "rotary", "attention", "delta_net", "attention_output", "mlp_up", "activation", "mlp_down", "router",
+    "experts", "head",
 )  # fmt: skip
-"""What engine and learner exchange, in the order of a layer. The four linear layers by what they are for; experts: both
-of an expert's products, its activation and the sum; head: output layer and log-softmax."""
+"""What engine and learner exchange, in the order of a layer. The four linear layers by what they are for; delta_net:
+convolution, rates, delta rule and gated norm; experts: both of an expert's products, its activation and the sum; head:
+output layer and log-softmax."""
+
+
+def operators_of(architecture: Architecture) -> tuple[str, ...]:
+    """Those of ``OPERATORS`` that the model has."""
+    absent = set() if architecture.is_moe else {"router", "experts"}
+    if architecture.is_moe and not architecture.dense_layers and architecture.shared_expert_ffn_hidden_size is None:
+        absent |= {"mlp_up", "activation", "mlp_down"}
+    if not architecture.linear_layers:
+        absent.add("delta_net")
+    return tuple(each for each in OPERATORS if each not in absent)
 
 
 def check_operators(architecture: Architecture) -> None:
@@ -28,12 +39,9 @@ def missing_operators(architecture: Architecture) -> list[str]:
     scaling = architecture.rope_scaling
     has = {
         "sparse attention": architecture.indexer is not None,
-        "linear attention": bool(architecture.linear_layers),
         "attention sinks": architecture.attention_sinks,
-        "attention gates": architecture.attention_gate,
         f"the activation {architecture.activation}": architecture.activation != "silu",
         "biases of the MLP": architecture.linear_bias,
-        "zero-centered norms": architecture.zero_centered_norm,
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,
         "positions that rotate neighbouring features": architecture.rotary_pairs,

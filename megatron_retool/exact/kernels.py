@@ -315,6 +315,13 @@ def exponential(x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", **_OPTIONS)
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    """1 / (1 + exp(-x)), with the exponential of a negative number on both sides of 0."""
+    small = exponential(-abs(x))
+    return (np.float32(1.0) if x >= np.float32(0.0) else small) / (np.float32(1.0) + small)
+
+
+@njit(inline="always", **_OPTIONS)
 def _sum_of_lanes(lanes):  # type: ignore[no-untyped-def]
     width = LANES
     while width > 1:
@@ -440,14 +447,10 @@ def gated(x, out):  # type: ignore[no-untyped-def]
     """SwiGLU of each row: silu of the first half times the second."""
     rows, length = x.shape
     half = length // 2
-    one = np.float32(1.0)
     for i in range(rows):
         for k in range(half):
             gate, up = element(x, i * length + k), element(x, i * length + half + k)
-            small = exponential(-abs(gate))
-            # 1 / (1 + exp(-gate)), with the exponential of a negative number on both sides of 0.
-            sigmoid = (one if gate >= np.float32(0.0) else small) / (one + small)
-            out[i, k] = (gate * sigmoid) * up
+            out[i, k] = (gate * _sigmoid(gate)) * up
 
 
 @_compiled
@@ -472,11 +475,9 @@ def gates_of(logits, chosen, over_all, out):  # type: ignore[no-untyped-def]
 @_compiled
 def sigmoids(x, out):  # type: ignore[no-untyped-def]
     """Sigmoid of each element of float32 [rows, columns]."""
-    one = np.float32(1.0)
     for i in range(x.shape[0]):
         for k in range(x.shape[1]):
-            small = exponential(-abs(x[i, k]))
-            out[i, k] = (one if x[i, k] >= np.float32(0.0) else small) / (one + small)
+            out[i, k] = _sigmoid(x[i, k])
 
 
 @_compiled
@@ -514,3 +515,94 @@ def log_normalizers(logits, out):  # type: ignore[no-untyped-def]
             lanes[k - whole] = lanes[k - whole] + exponentials[k]
         out[i, 0] = largest
         out[i, 1] = np.float32(math.log(np.float64(_sum_of_lanes(lanes))))
+
+
+@_compiled
+def convolved(x, weight, out):  # type: ignore[no-untyped-def]
+    """silu of each feature's weighted sum over its last tokens; the last weight is the present token's.
+
+    ``x`` [batch, features, width - 1 + tokens], ``weight`` [features, width], ``out`` [batch, features, tokens].
+    """
+    batch, features, tokens = out.shape
+    width = weight.shape[1]
+    for line in range(batch * features):
+        first, factors = line * (tokens + width - 1), line % features * width
+        for token in range(tokens):
+            total = np.float32(0.0)
+            for place in range(width):
+                total = fma(element(weight, factors + place), element(x, first + token + place), total)
+            out[line // features, line % features, token] = total * _sigmoid(total)
+
+
+@_compiled
+def rates(steps, logits, log_factors, bias, log_decays, betas):  # type: ignore[no-untyped-def]
+    """A delta net's log_decays = -exp(log_factors) softplus(steps + bias) and betas = sigmoid(logits), by head.
+
+    ``log_factors`` and ``bias`` [heads], all others [tokens, heads]; the last two are filled.
+    """
+    heads = len(log_factors)
+    for i in range(log_decays.shape[0]):
+        for head in range(heads):
+            x = np.float64(element(steps, i * heads + head) + element(bias, head))
+            softplus = np.float32(max(x, 0.0) + math.log1p(math.exp(-abs(x))))
+            log_decays[i, head] = -(np.float32(math.exp(np.float64(element(log_factors, head)))) * softplus)
+            betas[i, head] = _sigmoid(element(logits, i * heads + head))
+
+
+@njit(inline="always", **_OPTIONS)
+def _unit(x, eps, factor, out):  # type: ignore[no-untyped-def]
+    """out[i, h] = factor x[i, h] / sqrt(its squares' sum + eps)."""
+    rows, heads, length = out.shape
+    for i in range(rows):
+        for head in range(heads):
+            start = (i * heads + head) * length
+            squares = dots(x, (start,), x, (start,), length)[0]
+            scale = factor / np.float32(math.sqrt(squares + eps))
+            for k in range(length):
+                out[i, head, k] = element(x, start + k) * scale
+
+
+@njit(inline="always", **_OPTIONS)
+def _change(states, row, kept, change, key):  # type: ignore[no-untyped-def]
+    for k in range(len(key)):
+        states[row, k] = fma(change, key[k], kept * states[row, k])
+
+
+@_compiled
+def delta_rule(query, key, value, log_decays, betas, eps, states, slots, starts, out):  # type: ignore[no-untyped-def]
+    """A gated delta net's memory S of each head, token by token; queries and keys are made to unit length first.
+
+    S = d S + b (v - d S k) k^T with d = exp(log_decay), then out = S q / sqrt(K).
+
+    ``query`` and ``key`` [tokens, key heads, K]; ``value`` and ``out`` [tokens, heads, V]; ``log_decays`` and ``betas``
+    float32 [tokens, heads]. Text i has the tokens from starts[i] to starts[i + 1] and the states of slot slots[i] in
+    ``states`` float32 [slots x heads x V, K], which become those behind its tokens.
+    """
+    tokens, key_heads, length = key.shape
+    heads, size = out.shape[1], out.shape[2]
+    queries, keys = np.empty((tokens, key_heads, length), np.float32), np.empty((tokens, key_heads, length), np.float32)
+    one = np.float32(1.0)
+    _unit(query, eps, one / np.float32(math.sqrt(np.float32(length))), queries)
+    _unit(key, eps, one, keys)
+    whole = size - size % 4
+    for text in range(len(slots)):
+        for head in range(heads):
+            key_head, first = head // (heads // key_heads), (slots[text] * heads + head) * size
+            for token in range(starts[text], starts[text + 1]):
+                kept, beta = exponential(log_decays[token, head]), betas[token, head]
+                place, own = (token * key_heads + key_head) * length, keys[token, key_head]
+                wanted = (token * heads + head) * size
+                for row in range(0, whole, 4):
+                    four = _four((first + row) * length, length)
+                    answers = dots(states, four, keys, (place,), length)
+                    for each in range(4):
+                        change = beta * (element(value, wanted + row + each) - kept * answers[each])
+                        _change(states, first + row + each, kept, change, own)
+                    reads = dots(states, four, queries, (place,), length)
+                    for each in range(4):
+                        out[token, head, row + each] = reads[each]
+                for row in range(whole, size):
+                    start = ((first + row) * length,)
+                    answer = dots(states, start, keys, (place,), length)[0]
+                    _change(states, first + row, kept, beta * (element(value, wanted + row) - kept * answer), own)
+                    out[token, head, row] = dots(states, start, queries, (place,), length)[0]

@@ -40,9 +40,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x weight / sqrt(mean(x^2) + eps) over the last dimension, in the shape and dtype of ``x``."""
+    return _normalized(x, weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """``rms_norm`` times silu(gate), for a gate of the shape of ``x``."""
+    wide = gate.detach().float()
+    return _normalized(x, weight, eps).mul_(wide).mul_(sigmoid(wide)).to(x.dtype)
+
+
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.numel() // x.size(-1), x.size(-1))
     kernels.normalized(array(x.reshape(out.shape)), array(weight), np.float32(eps), out.numpy())
-    return out.to(x.dtype).view(x.shape)
+    return out.view(x.shape)
 
 
 def rotary_table(frequencies: Sequence[float], length: int) -> tuple[Tensor, Tensor]:
@@ -103,10 +113,15 @@ def silu_and_multiply(x: Tensor) -> Tensor:
 
 
 def sigmoid(logits: Tensor) -> Tensor:
-    """Of float32 [rows, columns], in float32."""
+    """Of float32 logits, in float32."""
     out = torch.empty(logits.shape)
-    kernels.sigmoids(array(logits), out.numpy())
+    kernels.sigmoids(array(logits.reshape(-1, logits.size(-1))), out.view(-1, logits.size(-1)).numpy())
     return out
+
+
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """x sigmoid(gate), rounded once, for a gate of the shape of ``x``."""
+    return (x.detach().float() * sigmoid(gate.detach().float())).to(x.dtype)
 
 
 def top_experts(scores: Tensor, count: int, groups: tuple[int, int] | None = None, of_a_group: int = 2) -> Tensor:
@@ -148,6 +163,57 @@ def expert_gates(scores: Tensor, experts: Tensor, normalized: bool, kind: str = 
 def gated_sum(x: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
     """x + gate shared, rounded once: [rows, h], [rows, h] and float32 [rows, 1] -> [rows, h] in the dtype of ``x``."""
     return (x.float() + gate * shared.float()).to(x.dtype)
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """silu of each feature's causal convolution: [..., features, width - 1 + tokens] -> [..., features, tokens].
+
+    ``weight`` is [features, width], the present token's last; in the place of tokens before a text stands 0.
+    """
+    lines = x.reshape(-1, *x.shape[-2:])
+    out = torch.empty(lines.size(0), lines.size(1), lines.size(2) - weight.size(-1) + 1)
+    kernels.convolved(array(lines), array(weight), out.numpy())
+    return out.to(x.dtype).view(*x.shape[:-1], out.size(-1))
+
+
+def delta_net_rates(steps: Tensor, logits: Tensor, log_factors: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """-exp(log_factors) softplus(steps + bias) and sigmoid(logits), float32 [tokens, heads], of [tokens, heads] each;
+    ``log_factors`` and ``bias`` [heads]."""
+    log_decays, betas = torch.empty(steps.shape), torch.empty(steps.shape)
+    operands = (array(each) for each in (steps, logits, log_factors, bias))
+    kernels.rates(*operands, log_decays.numpy(), betas.numpy())
+    return log_decays, betas
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decays: Tensor,
+    betas: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """What each query reads of its head's memory, token by token; [tokens, heads, V] in the dtype of ``value``.
+
+    Args:
+        query, key: [tokens, key heads, K], made to unit length here.
+        value: [tokens, heads, V].
+        log_decays, betas: see ``delta_net_rates``.
+        states: float32 [slots, heads, V, K], contiguous: the memories of the slots, changed in place.
+        slots: int64 [texts].
+        starts: int64 [texts + 1], where the texts' tokens begin, and the last one's end.
+    """
+    out, memory = torch.empty(value.shape), states.view(-1, states.size(-1))
+    operands = (array(each) for each in (query, key, value, log_decays, betas))
+    places = (array(slots.long()), array(starts.long()))
+    kernels.delta_rule(*operands, np.float32(_UNIT_LENGTH_EPS), memory.numpy(), *places, out.numpy())
+    return out.to(value.dtype)
+
+
+_UNIT_LENGTH_EPS = 1e-6
+"""Added to the squared length of queries and keys, as in ``learner.delta_rule``."""
 
 
 def log_normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -29,6 +30,7 @@ from megatron_retool.learner.attention import (
     RMSNorm,
     SwiGLUMLP,
 )
+from megatron_retool.learner.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
 from megatron_retool.learner.precision import Acceleration
@@ -141,7 +143,8 @@ class ExactRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``RMSNorm.forward``."""
-        return _RMSNorm.apply(x, self.weight, float(self.eps or 0.0))
+        weight = 1.0 + self.weight.float() if self.zero_centered else self.weight
+        return _RMSNorm.apply(x, weight, float(self.eps or 0.0))
 
 
 class ExactFullWidthRMSNorm(FullWidthRMSNorm):
@@ -305,6 +308,46 @@ class ExactAttention(PackedAttention):
         return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
 
 
+class ExactSelfAttention(SelfAttention):
+    """Where attention has an output gate, the product with its sigmoid is exact."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        gate = gate.reshape(x.shape)
+        exact = operators.multiply_by_sigmoid(x, gate)
+        return _with_gradient_of(exact, super()._apply_output_gate, x, gate)
+
+
+class ExactGatedDeltaNet(GatedDeltaNet):
+    """Linear attention whose memory goes from token to token; the gradient is that of the rule chunk by chunk."""
+
+    def _within_rank(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
+        with torch.no_grad():
+            exact = self._exact(convolved, rates, packed)
+        ordinary = super()._within_rank
+        return _with_gradient_of(exact, lambda c, r: ordinary(c, r, packed), convolved, rates)
+
+    def _exact(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
+        """[t, value heads, value_dim], for what ``_within_rank`` is given."""
+        starts, weight = packed.cu_seqlens_q.long(), self.conv1d.weight.squeeze(1)
+        texts = convolved.flatten(1).tensor_split(starts[1:-1].cpu())
+        mixed = torch.cat([operators.convolve(F.pad(x.t(), (weight.size(-1) - 1, 0)), weight).t() for x in texts])
+        query, key, value = self._heads(mixed.view(convolved.shape))
+        betas, steps = (x.flatten(1) for x in rates.chunk(2, -1))
+        log_decays, betas = operators.delta_net_rates(steps, betas, self.A_log, self.dt_bias)
+        texts_count, heads = len(texts), value.size(1)
+        states = torch.zeros(texts_count, heads, value.size(-1), key.size(-1))
+        return operators.delta_rule(query, key, value, log_decays, betas, states, torch.arange(texts_count), starts)
+
+
+class ExactGatedRMSNorm(GatedRMSNorm):
+    """On one tensor-parallel rank."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """As ``GatedRMSNorm.forward``."""
+        exact = operators.gated_rms_norm(x, self.weight, self.eps, gate)
+        return _with_gradient_of(exact, super().forward, x, gate)
+
+
 class ExactLatentAttention(LatentAttention):
     """Attention over the latent vectors themselves, which is what an engine keeps of the past.
 
@@ -365,6 +408,9 @@ _EXACT: dict[type[Any], type[Any]] = {
     TopKRouter: ExactRouter,
     MoELayer: ExactMixture,
     PackedAttention: ExactAttention,
+    SelfAttention: ExactSelfAttention,
+    GatedDeltaNet: ExactGatedDeltaNet,
+    GatedRMSNorm: ExactGatedRMSNorm,
     LatentAttention: ExactLatentAttention,
     ReplicatedLinear: ExactReplicatedLinear,
     SharedExpertMLP: ExactSharedExperts,
@@ -421,7 +467,9 @@ _LINEAR = {
     "linear_q_down_proj": "qkv",
     "linear_q_up_proj": "qkv",
     "linear_kv_down_proj": "qkv",
+    "in_proj": "qkv",
     "linear_proj": "attention_output",
+    "out_proj": "attention_output",
     "linear_fc1": "mlp_up",
     "linear_fc2": "mlp_down",
 }
@@ -435,6 +483,9 @@ _KINDS = {
     TopKRouter: {"router"},
     MoELayer: {"experts"},
     LatentAttention: {"attention"},
+    SelfAttention: {"attention"},
+    GatedDeltaNet: {"delta_net"},
+    GatedRMSNorm: {"delta_net"},
 }
 
 

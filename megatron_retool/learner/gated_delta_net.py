@@ -85,15 +85,16 @@ class GatedDeltaNet(MegatronModule):
             projected.squeeze(1).unflatten(-1, (self.key_heads, -1)).split([features, values, 2 * self.share], -1)
         )
         if packed.cp_group is None:
-            out = self._within_rank(convolved, rates, packed.buckets)
+            out = self._within_rank(convolved, rates, packed)
         else:
             out = self._across_ranks(convolved, rates, packed.buckets, packed.cp_group)
         out = self.out_norm(out, gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
         found: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
         return found
 
-    def _within_rank(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+    def _within_rank(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
         """[t, key heads, q + k + v] and [t, key heads, 2 x share] -> [t, value heads, value_dim]."""
+        buckets: tuple[Any, ...] = packed.buckets
         runs = [bucket.tokens for bucket in buckets]
         outputs = []
         for features, rate, bucket in zip(convolved.split(runs), rates.split(runs), buckets, strict=True):
@@ -124,15 +125,16 @@ class GatedDeltaNet(MegatronModule):
             for parameter in (self.conv1d.weight, self.A_log, self.dt_bias)
         )
         mixed = self.conv1d(convolved.flatten(2), weight)
-        query, key, value = (
-            F.silu(mixed)
-            .unflatten(-1, (convolved.size(2), -1))
-            .split([self.sizes.key_dim, self.sizes.key_dim, self.share * self.sizes.value_dim], -1)
-        )
-        value = value.unflatten(-1, (self.share, -1)).flatten(2, 3)
+        query, key, value = self._heads(F.silu(mixed).view(convolved.shape))
         beta, step = (x.flatten(2).float() for x in rates.chunk(2, -1))
         log_decay = -decay.float().exp() * F.softplus(step + bias.float())
         return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(convolved.dtype)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., key heads, q + k + v] -> queries and keys [..., key heads, key_dim], values [..., heads, value_dim]."""
+        key_size, value_size = self.sizes.key_dim, self.sizes.value_dim
+        query, key, value = mixed.split([key_size, key_size, self.share * value_size], -1)
+        return query, key, value.unflatten(-1, (self.share, -1)).flatten(-3, -2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """The layer's tensors for a distributed checkpoint; decay, step and convolution are split over TP ranks."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, EngineConfig, LearnerConfig, ModelConfig
 from megatron_retool.config.rollout import SamplingConfig
-from megatron_retool.exact.coverage import OPERATORS, check_operators
+from megatron_retool.exact.coverage import check_operators, operators_of
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
@@ -34,13 +34,16 @@ from sglang_rollout.weight_sync.quantization import Rounding
 Texts = list[list[int]]
 Scores = npt.NDArray[np.float64]
 
-_WEIGHTS = {
-    "qkv": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
-    "attention_output": ("o_proj.weight",),
-    "mlp_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp_down": ("mlp.down_proj.weight",),
+_MATRICES = {
+    "kv_b_proj": "attention",
+    "o_proj": "attention_output",
+    "out_proj": "attention_output",
+    "gate_proj": "mlp_up",
+    "up_proj": "mlp_up",
+    "gate_up_proj": "mlp_up",
+    "down_proj": "mlp_down",
 }
-"""The ends of the names of an operator's matrices; experts have all others."""
+"""Operators of matrices outside experts, by their modules' names; any other is "qkv"."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +90,6 @@ def table(found: OperatorReport) -> Table:
 def write(found: OperatorReport, path: str) -> None:
     """The report as JSON."""
     Path(path).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-
-
-def operators_of(architecture: Architecture) -> tuple[str, ...]:
-    """Those of ``OPERATORS`` that the model has."""
-    sparse, dense = {"router", "experts"}, {"mlp_up", "activation", "mlp_down"}
-    absent = (set() if architecture.is_moe else sparse) | (dense if _only_experts(architecture) else set())
-    return tuple(each for each in OPERATORS if each not in absent)
-
-
-def _only_experts(architecture: Architecture) -> bool:
-    return architecture.is_moe and not architecture.dense_layers
 
 
 def report(
@@ -180,7 +172,7 @@ def _rounded(model: Path, target: Path, round_to: str | None, exchanged: Collect
 
 
 def _operator_of_weight(name: str) -> str:
-    return next((each for each, ends in _WEIGHTS.items() if name.endswith(ends)), "experts")
+    return "experts" if ".experts." in name else _MATRICES.get(name.split(".")[-2], "qkv")
 
 
 def _engine(model: Path, dtype: str, exchanged: Collection[str], log: Path) -> SGLangServer:

@@ -39,6 +39,7 @@ from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
+from megatron_retool.exact.coverage import operators_of
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EnginePart, EngineStartError
@@ -434,7 +435,7 @@ class SGLangServer:
                 architecture = Architecture.from_pretrained(self.model_path, self.families)
                 kinds = (False,) if architecture.local_rope_theta is None else (False, True)
                 settings = {
-                    "operators": self.exact_operators,
+                    "operators": [each for each in self.exact_operators if each in operators_of(architecture)],
                     "frequencies": [inverse_frequencies(architecture, local).tolist() for local in kinds],
                     "scales": [softmax_scale(architecture, local) for local in kinds],
                 }

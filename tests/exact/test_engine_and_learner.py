@@ -152,8 +152,9 @@ def exact_server(config: EngineConfig, directory: Path) -> SGLangServer:
 
 
 def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]:
-    # Windows and shared prefixes do not go together, exact or not.
-    forms = (False, True) if Architecture.from_pretrained(directory).sliding_window is None else (False,)
+    # Windows and delta nets do not go together with shared prefixes, exact or not.
+    architecture = Architecture.from_pretrained(directory)
+    forms = (False,) if architecture.sliding_window or architecture.linear_layers else (False, True)
     return [log_probs(directory, dtype, texts, share_prefixes=share) for share in forms]
 
 
@@ -202,6 +203,12 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("olmo-2-32b", "bfloat16", SIZES),
         ("qwen1.5-moe-a2.7b", "bfloat16", {**SIZES, "shared_expert_intermediate_size": 64}),
         ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
+        ("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
+        (
+            "qwen3-next-80b-a3b",
+            "bfloat16",
+            {**SIZES, "num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
+        ),
         ("qwen3", "float32", {"rope_parameters": YARN}),
         ("qwen3_moe", "bfloat16", {}),
         ("mixtral", "float32", {}),
@@ -229,9 +236,9 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, 
         np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))
 
 
-def test_every_log_prob_is_the_same_in_any_schedule(tmp_path: Path) -> None:
-    model = hf_model("qwen3_moe", num_hidden_layers=2, max_position_embeddings=512).bfloat16()
-    model.save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("qwen3.5-9b", {**SIZES, "num_hidden_layers": 4})])
+def test_every_log_prob_is_the_same_in_any_schedule(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    vocab_size = save_tiny_model(family, changes, "bfloat16", tmp_path / "model")
     config = EngineConfig(
         device="cpu",
         dtype="bfloat16",
@@ -245,7 +252,7 @@ def test_every_log_prob_is_the_same_in_any_schedule(tmp_path: Path) -> None:
         @settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
         @given(SCHEDULES)
         def check(schedule: list[Request]) -> None:
-            texts = asyncio.run(play_schedule(server.base_url, model.config.vocab_size, schedule))
+            texts = asyncio.run(play_schedule(server.base_url, vocab_size, schedule))
             ranks = tmp_path / f"ranks_{next(numbers)}"
             found = run_ranks(log_probs, 1, ranks, tmp_path / "model", "bfloat16", texts)["sampled"]
             batch = batch_of(texts)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from numba import njit
 
 from megatron_retool.exact import kernels, operators
+from megatron_retool.learner.delta_rule import gated_delta_rule
 
 ROWS = st.integers(1, 40)
 SIZES = st.integers(1, 70)
@@ -146,6 +147,73 @@ def test_attention_over_latents_is_that_over_each_heads_keys(length: int, dtype:
     expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=scale)
     bound = 20 * BOUNDS[dtype] * expected.abs().max().clamp(min=1.0)
     assert (whole.double() - expected[0].transpose(0, 1)).abs().max() < bound
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 9), DTYPES, st.integers(0, 1000))
+def test_convolution(tokens: int, width: int, features: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = normal((features, tokens), dtype, seed), normal((features, width), dtype, seed + 1)
+    known = torch.nn.functional.pad(x, (width - 1, 0))
+    whole = operators.convolve(known, weight)
+    one_by_one = [operators.convolve(known[None, :, at : at + width], weight)[0] for at in range(tokens)]
+    assert torch.equal(whole, torch.cat(one_by_one, 1))
+    summed = torch.nn.functional.conv1d(known.double(), weight.double()[:, None], groups=features)
+    expected = torch.nn.functional.silu(summed)
+    assert (whole.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (2, 4), (3, 3)]),
+    st.sampled_from([(5, 7), (16, 8), (20, 3)]),
+    DTYPES,
+    st.integers(0, 1000),
+)
+def test_delta_rule(
+    lengths: list[int], heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    """Texts side by side, token by token, and in slots of another order."""
+    tokens, texts = sum(lengths), len(lengths)
+    query, key = (normal((tokens, heads[0], sizes[0]), dtype, seed + each) for each in (0, 1))
+    value = normal((tokens, heads[1], sizes[1]), dtype, seed + 2)
+    steps, logits = (3 * normal((tokens, heads[1]), dtype, seed + each) for each in (3, 4))
+    factors, bias = (normal((heads[1],), dtype, seed + each) for each in (5, 6))
+    log_decays, betas = operators.delta_net_rates(steps, logits, factors, bias)
+    softplus = torch.nn.functional.softplus((steps.float() + bias.float()).double(), threshold=100.0)
+    torch.testing.assert_close(log_decays.double(), -factors.double().exp() * softplus, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(betas.double(), logits.double().sigmoid(), rtol=1e-6, atol=1e-8)
+    rows = [query, key, value, log_decays, betas]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    kept = torch.zeros(texts, heads[1], sizes[1], sizes[0])
+    whole = operators.delta_rule(*rows, kept, torch.arange(texts), starts)
+
+    slots, cached = torch.arange(texts).flip(0), torch.zeros(texts + 1, *kept.shape[1:])
+    for text, slot in enumerate(slots):
+        for token in range(starts[text], starts[text + 1]):
+            one = operators.delta_rule(
+                *(each[token : token + 1] for each in rows), cached, slot.view(1), torch.tensor([0, 1])
+            )
+            assert torch.equal(one, whole[token : token + 1])
+    assert torch.equal(cached[slots], kept)
+
+    wide = [each[None].double() for each in rows]
+    for text in range(texts):
+        own = [each[:, starts[text] : starts[text + 1]] for each in wide]
+        expected = gated_delta_rule(own[0], own[1], own[2], own[3], own[4])[0]
+        far = (whole[starts[text] : starts[text + 1]].double() - expected).abs().max()
+        assert far / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
+
+
+@settings(max_examples=20, deadline=None)
+@given(ROWS, SIZES, DTYPES, st.integers(0, 1000))
+def test_gates(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    x, gate = (normal((rows, size), dtype, seed + each) for each in (0, 1))
+    weight, wide = normal((size,), dtype, seed + 2), gate.double()
+    both = torch.stack([x, gate], 1)
+    expected = torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), 1e-5) * wide * wide.sigmoid()
+    check(lambda x: operators.gated_rms_norm(x[:, 0], weight, 1e-5, x[:, 1]), both, expected, rows // 2)
+    check(lambda x: operators.multiply_by_sigmoid(x[:, 0], x[:, 1]), both, x.double() * wide.sigmoid(), rows // 2)
 
 
 def test_equal_logits_take_the_first_experts() -> None:

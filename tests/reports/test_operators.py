@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError
-from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.reports import operators
 from tests.learner.tiny_models import hf_model
 
@@ -50,13 +48,20 @@ def test_models_and_names_that_are_wrong(tmp_path: Path) -> None:
         operators.report(tmp_path, dtype="float32", round_to=None, texts=2, tokens=2, seed=0, only=["router"])
 
 
-def test_a_models_operators() -> None:
-    dense, sparse = (
-        operators.operators_of(Architecture.from_hf_config(hf_model(family).config.to_dict()))
-        for family in ("qwen3", "qwen3_moe")
-    )
-    assert dense == tuple(each for each in OPERATORS if each not in ("router", "experts"))
-    assert sparse == tuple(each for each in OPERATORS if each not in ("mlp_up", "activation", "mlp_down"))
+@pytest.mark.parametrize(
+    ("weight", "operator"),
+    [
+        ("model.layers.0.self_attn.q_b_proj.weight", "qkv"),
+        ("model.layers.0.linear_attn.in_proj_qkvz.weight", "qkv"),
+        ("model.layers.0.linear_attn.out_proj.weight", "attention_output"),
+        ("model.layers.0.self_attn.kv_b_proj.weight", "attention"),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", "mlp_up"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
+        ("model.layers.0.block_sparse_moe.experts.3.w2.weight", "experts"),
+    ],
+)
+def test_operators_of_matrices(weight: str, operator: str) -> None:
+    assert operators._operator_of_weight(weight) == operator
 
 
 def test_ranges_are_wide_where_texts_differ() -> None:

@@ -17,6 +17,7 @@ from megatron_retool.exact import operators
 
 _LAYERS = "sglang.srt.layers."
 _DEEPSEEK = "sglang.srt.models.deepseek_v2."
+_DELTA_NETS = "sglang_cpu_engine.delta_nets."
 VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 
 
@@ -48,14 +49,27 @@ def register() -> None:
     latent = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
     rotary = "rotary_embedding."
     hooks: dict[str, tuple[tuple[str, Any], ...]] = {
-        "norm": (("layernorm.RMSNorm.forward_native", rms_norm),),
+        "norm": (
+            ("layernorm.RMSNorm.forward_native", rms_norm),
+            ("layernorm.GemmaRMSNorm.forward_native", zero_centered_norm),
+            (_DELTA_NETS + "norm", operators.rms_norm),
+        ),
         "rotary": (
             (rotary + "base.RotaryEmbedding.forward_native", rotary_embedding),
+            (rotary + "mrope.MRotaryEmbedding.forward_native", rotary_embedding),
             (rotary + "rope_variant.DeepseekScalingRotaryEmbedding.forward_native", rotary_embedding),
         ),
         "attention": (
             (attention + "_run_sdpa_forward_decode", decode_attention),
             (attention + "_run_sdpa_forward_extend", extend_attention),
+            (_DELTA_NETS + "times_sigmoid", operators.multiply_by_sigmoid),
+            ("sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention", gated_attention),
+        ),
+        "delta_net": (
+            (_DELTA_NETS + "convolved", convolved),
+            (_DELTA_NETS + "rates", operators.delta_net_rates),
+            (_DELTA_NETS + "answers", operators.delta_rule),
+            (_DELTA_NETS + "gated_norm", gated_norm),
         ),
         "activation": (("activation.SiluAndMul.forward_native", silu_and_mul),),
         "router": (("moe.topk.TopK.forward_native", choose_experts),),
@@ -67,7 +81,7 @@ def register() -> None:
     }
     for operator in exchanged() & hooks.keys():
         for target, hook in hooks[operator]:
-            whole = target if target.startswith("sglang.") else _LAYERS + target
+            whole = target if target.startswith(("sglang.", _DELTA_NETS)) else _LAYERS + target
             HookRegistry.register(whole, hook, HookType.REPLACE)
     if "attention" in exchanged():
         for name in ("prepare", "core"):
@@ -124,6 +138,35 @@ def rms_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *
     return found if residual is None else (found, x)
 
 
+def zero_centered_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
+    """``rms_norm`` by one more than the weight."""
+    if residual is not None:
+        x = x + residual
+    found = operators.rms_norm(x, 1.0 + norm.weight.float(), norm.variance_epsilon)
+    return found if residual is None else (found, x)
+
+
+def convolved(known: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
+    """As ``sglang_cpu_engine.delta_nets.convolved``."""
+    assert bias is None and activation in ("silu", "swish"), "the learner's convolution has no bias, and silu behind it"
+    return operators.convolve(known, weight)
+
+
+def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """As ``sglang_cpu_engine.delta_nets.gated_norm``."""
+    assert activation == "silu", "the learner's norm is multiplied by silu of its gate"
+    return operators.gated_rms_norm(x, weight, eps, gate)
+
+
+def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any) -> Any:
+    """Attention of Qwen3-Next, where SGLang multiplies by a sigmoid that it has rounded."""
+    query, key, value, gate = layer.forward_prepare_native(positions=positions, hidden_states=hidden_states)
+    output = layer.attn(query, key, value, forward_batch)
+    if layer.attn_output_gate:
+        output = operators.multiply_by_sigmoid(output, gate)
+    return layer.o_proj(output)[0]
+
+
 def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., 2 * features]"""
     return operators.silu_and_multiply(x)
@@ -135,7 +178,10 @@ def rotary_embedding(
     """``query`` and ``key`` [tokens, heads * head size], or [tokens, heads, head size].
 
     Where neighbours rotate together, they come out in halves, as the learner has them: scores add up in that order.
+    Of the three positions that multimodal models have for a token, those of texts are all the same.
     """
+    if positions.dim() == 2:
+        positions = positions[0]
     longest, kind = int(positions.max()) + 1, _kind(rotary)
     if kind not in _tables or len(_tables[kind][0]) < longest:
         _tables[kind] = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
@@ -172,6 +218,9 @@ _OPERATORS_OF_LAYERS = {
     "ReplicatedLinear": "router",
     "RowParallelLinear": "mlp_down",
     "o_proj": "attention_output",
+    "out_proj": "attention_output",
+    "in_proj_qkvz": "qkv",
+    "in_proj_ba": "qkv",
     "q_proj": "qkv",
     "q_b_proj": "qkv",
     "kv_a_proj_with_mqa": "qkv",

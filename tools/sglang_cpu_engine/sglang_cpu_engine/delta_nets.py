@@ -7,6 +7,9 @@ its key, and reads it by its query:
 
 SGLang's own functions for a CPU, which these stand for by name and arguments, want a processor with AMX. Everything is
 computed in float32, and a request's numbers do not depend on its neighbours, nor on where a prefill was cut.
+
+Arithmetic and SGLang's calls are apart: another plugin may exchange ``convolved``, ``rates``, ``answers``, ``norm``,
+``gated_norm`` and ``times_sigmoid``, whose docstrings say what they are given, by their names.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def convolve_prefill(
         new = slice(starts[each], starts[each + 1])
         before = conv_states[slot] if begun else torch.zeros_like(conv_states[slot])
         known = torch.cat([before.to(x.dtype), x[:, new]], 1)
-        output[:, new] = _convolved(known, weight, bias, activation)
+        output[:, new] = convolved(known, weight, bias, activation)
         conv_states[slot] = known[:, known.shape[1] - width + 1 :].to(conv_states.dtype)
     return output
 
@@ -74,11 +77,14 @@ def convolve_next(
     slots = conv_state_indices.long()
     known = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], -1)
     conv_state[slots] = known[..., 1:].to(conv_state.dtype)
-    return _convolved(known, weight, bias, activation)[..., 0]
+    return convolved(known, weight, bias, activation)[..., 0]
 
 
-def _convolved(known: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """[…, features, tokens] of ``known`` […, features, width - 1 + tokens]."""
+def convolved(known: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """[…, features, tokens] of ``known`` […, features, width - 1 + tokens], in its dtype, and of ``activation``.
+
+    ``weight`` [features, width] and ``bias`` [features].
+    """
     width, known_values, factors = weight.shape[1], known.float(), weight.float()
     tokens = known.shape[-1] - width + 1
     total = factors[:, :1] * known_values[..., :tokens]
@@ -91,8 +97,14 @@ def _convolved(known: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Logarithm of the decay and beta, float32 [1, tokens, value heads], of ``a`` and ``b`` [tokens, value heads]."""
-    rates = _in_whole_vectors(softplus, a.float() + dt_bias.float())
-    return (-a_log.float().exp() * rates)[None], _in_whole_vectors(torch.sigmoid, b.float())[None]
+    log_decay, beta = rates(a, b, a_log, dt_bias)
+    return log_decay[None], beta[None]
+
+
+def rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """-exp(a_log) softplus(a + dt_bias) and sigmoid(b), float32 [tokens, heads] of ``a`` and ``b`` [tokens, heads]."""
+    steps = _in_whole_vectors(softplus, a.float() + dt_bias.float())
+    return -a_log.float().exp() * steps, _in_whole_vectors(torch.sigmoid, b.float())
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -127,12 +139,20 @@ def delta_rule(
         initial_state_indices: [requests], their slots.
         cu_seqlens: [requests + 1], where their tokens begin.
     """
-    query, key = (_normed(each[0].float()) for each in (q, k))
-    output, decay = torch.empty(v.shape[1:], dtype=torch.float32), _in_whole_vectors(torch.exp, g[0])
-    operands = (query * q.shape[-1] ** -0.5, key, v[0].float().contiguous(), decay.contiguous(), beta[0].contiguous())
-    places = (initial_state_indices.long(), cu_seqlens.long())
-    _compiled()(*(each.numpy() for each in (*operands, initial_state, *places, output)))
-    return output.to(v.dtype)[None], None, None
+    read = answers(q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices.long(), cu_seqlens.long())
+    return read[None], None, None
+
+
+def answers(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, slots: Tensor,
+    starts: Tensor,
+) -> Tensor:  # fmt: skip
+    """[tokens, heads, value size] in the dtype of ``value``, for what ``delta_rule`` is given, without the first 1."""
+    query, key = (_unit(each.float()) for each in (query, key))
+    output, decay = torch.empty(value.shape, dtype=torch.float32), _in_whole_vectors(torch.exp, log_decay)
+    operands = (query * query.shape[-1] ** -0.5, key, value.float().contiguous(), decay.contiguous(), beta.contiguous())
+    _compiled()(*(each.numpy() for each in (*operands, states, slots, starts, output)))
+    return output.to(value.dtype)
 
 
 def delta_rule_of_next(
@@ -146,26 +166,35 @@ def delta_rule_of_next(
     )[0]
 
 
-def _normed(x: Tensor) -> Tensor:
+def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
-def gated_rms_norm(norm: Any, x: Tensor, z: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
-    """In place of the forward method of SGLang's module: norm(x) * silu(z), in float32."""
-    values = _rms_norm(x, norm.weight.float(), norm.eps)
-    gate = z.float().sigmoid() if norm.activation == "sigmoid" else silu(z.float())
-    return (values * gate).to(x.dtype)
+def gated_rms_norm(module: Any, x: Tensor, z: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
+    """In place of the forward method of SGLang's module."""
+    return gated_norm(x, module.weight, module.eps, z, "sigmoid" if module.activation == "sigmoid" else "silu")
+
+
+def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, activation: str) -> Tensor:
+    """RMS norm of ``x`` times silu or sigmoid of ``gate``, which has its shape; rounded once, to its dtype."""
+    values, wide = _normed(x, weight.float(), eps), gate.float()
+    return (values * (wide.sigmoid() if activation == "sigmoid" else silu(wide))).to(x.dtype)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
-    """``x`` times the sigmoid of ``gate``, of its shape, in place."""
-    x.copy_(x.float() * gate.float().sigmoid().view_as(x))
+    """``times_sigmoid`` in place."""
+    x.copy_(times_sigmoid(x, gate.reshape(x.shape)))
+
+
+def times_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """x sigmoid(gate), rounded once, for a gate of the shape of ``x``."""
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
 def heads_normed(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, size: int) -> tuple[Tensor, ...]:
     """The RMS norm of each head of ``q`` and ``k`` [tokens, heads * size], with 1 added to its weight."""
     pairs = ((q, q_weight), (k, k_weight))
-    return tuple(_rms_norm(x.reshape(-1, size), 1 + weight.float(), eps).to(x.dtype) for x, weight in pairs)
+    return tuple(norm(x.reshape(-1, size), 1 + weight.float(), eps) for x, weight in pairs)
 
 
 def heads_normed_beside_gates(
@@ -176,8 +205,12 @@ def heads_normed_beside_gates(
     return *heads_normed(query, k, q_weight, k_weight, eps, size), gate.contiguous()
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, as ``weight`` is."""
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of ``x`` times float32 ``weight``, rounded once, to the dtype of ``x``."""
+    return _normed(x, weight, eps).to(x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     values = x.float()
     return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
 

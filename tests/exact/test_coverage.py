@@ -1,0 +1,33 @@
+"""Which operators a model has, and which of them ``learner.match_engine=exact`` knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from conversion.model.architecture import Architecture
+from megatron_retool.exact.coverage import OPERATORS, missing_operators, operators_of
+from megatron_retool.planning.models import MODELS
+
+
+@pytest.mark.parametrize(
+    ("model", "absent"),
+    [
+        ("qwen3-8b", {"delta_net", "router", "experts"}),
+        ("qwen3-30b-a3b", {"delta_net", "mlp_up", "activation", "mlp_down"}),
+        ("deepseek-v3", {"delta_net"}),
+        ("qwen1.5-moe-a2.7b", {"delta_net"}),
+        ("qwen3.5-9b", {"router", "experts"}),
+        ("qwen3-next-80b-a3b", set[str]()),
+    ],
+)
+def test_a_models_operators(model: str, absent: set[str]) -> None:
+    architecture = Architecture.from_hf_config(MODELS[model])
+    assert operators_of(architecture) == tuple(each for each in OPERATORS if each not in absent)
+    assert missing_operators(architecture) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"), [("gpt-oss-20b", "attention sinks"), ("deepseek-v3.2", "sparse attention")]
+)
+def test_what_is_missing_is_said(model: str, missing: str) -> None:
+    assert missing in missing_operators(Architecture.from_hf_config(MODELS[model]))
