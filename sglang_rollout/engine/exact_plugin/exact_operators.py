@@ -93,8 +93,7 @@ def register() -> None:
         for gate in (_DEEPSEEK + "MoEGate", "sglang.srt.models.glm4_moe.Glm4MoeGate"):
             HookRegistry.register(f"{gate}.forward", router_logits, HookType.REPLACE)
     HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
-    for name in ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"):
-        HookRegistry.register(f"{_LAYERS}linear.{name}.__init__", note_operator, HookType.AROUND)
+    HookRegistry.register(_LAYERS + "linear.LinearBase.__init__", note_operator, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
     if "head" in exchanged():
         HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
@@ -229,9 +228,18 @@ _OPERATORS_OF_LAYERS = {
 """By a layer's class, and by its name where that says more; any other is "mlp_up"."""
 
 
-def note_operator(original: Any, layer: Any, *arguments: Any, prefix: str = "", **kwargs: Any) -> None:
-    """Remember of a new linear layer what it is for."""
-    original(layer, *arguments, prefix=prefix, **kwargs)
+def note_operator(
+    original: Any,
+    layer: Any,
+    input_size: int,
+    output_size: int,
+    skip_bias_add: bool = False,
+    params_dtype: torch.dtype | None = None,
+    quant_config: Any = None,
+    prefix: str = "",
+) -> None:
+    """Remember of a new linear layer what it is for. Not every class begins by the one above it, but all by this one."""
+    original(layer, input_size, output_size, skip_bias_add, params_dtype, quant_config, prefix)
     known = (_OPERATORS_OF_LAYERS.get(name) for name in (prefix.rpartition(".")[2], type(layer).__name__))
     layer.exact_operator = next(filter(None, known), "mlp_up")
 
