@@ -238,7 +238,7 @@ def note_operator(
     quant_config: Any = None,
     prefix: str = "",
 ) -> None:
-    """Remember of a new linear layer what it is for. Not every class begins by the one above it, but all by this one."""
+    """Remember what a new linear layer is for. Its class may leave out its parent's method, but comes by this one."""
     original(layer, input_size, output_size, skip_bias_add, params_dtype, quant_config, prefix)
     known = (_OPERATORS_OF_LAYERS.get(name) for name in (prefix.rpartition(".")[2], type(layer).__name__))
     layer.exact_operator = next(filter(None, known), "mlp_up")
