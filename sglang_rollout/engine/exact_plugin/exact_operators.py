@@ -131,17 +131,18 @@ def log_softmax(logits: torch.Tensor, dim: int = -1, *arguments: Any, **kwargs: 
 
 def rms_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
     """Of x, or of x + residual as it is rounded, which is then returned too."""
-    if residual is not None:
-        x = x + residual
-    found = operators.rms_norm(x, norm.weight, norm.variance_epsilon)
-    return found if residual is None else (found, x)
+    return _normed(norm, norm.weight, x, residual)
 
 
 def zero_centered_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *_: Any, **__: Any) -> Any:
     """``rms_norm`` by one more than the weight."""
+    return _normed(norm, 1.0 + norm.weight.float(), x, residual)
+
+
+def _normed(norm: Any, weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     if residual is not None:
         x = x + residual
-    found = operators.rms_norm(x, 1.0 + norm.weight.float(), norm.variance_epsilon)
+    found = operators.rms_norm(x, weight, norm.variance_epsilon)
     return found if residual is None else (found, x)
 
 
