@@ -69,15 +69,9 @@ class DistributedWeightSync(ServerWeightSync):
         }
         path = "/update_weights_from_distributed"
         calls = self._start_all(path, dict.fromkeys(self.engines, body))
-        broadcast = self._pool.submit(self._broadcast, flat)
+        # The group by value: what begins after another's failure may not take torch's default group for it.
+        broadcast = self._pool.submit(_broadcast, flat, self._group)
         self._await_together(broadcast, calls, path)
-
-    def _broadcast(self, flat: torch.Tensor) -> None:
-        work = torch.distributed.broadcast(flat, group_src=0, group=self._group, async_op=True)
-        assert work is not None
-        work.wait()
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
 
     def _await_together(self, own: Future[Any], calls: dict[str, Future[dict[str, Any]]], path: str) -> None:
         """Wait for our half of a collective and the engines' halves; a failure of either ends the wait at once."""
@@ -171,6 +165,14 @@ def _join_group(backend: str, address: str, port: int, world_size: int, name: st
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
+
+
+def _broadcast(flat: torch.Tensor, group: Any) -> None:
+    work = torch.distributed.broadcast(flat, group_src=0, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)
 
 
 def _leave(group: Any, backend: str | None) -> None:

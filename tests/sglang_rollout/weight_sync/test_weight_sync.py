@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -364,6 +364,21 @@ def test_an_engine_is_to_blame_where_the_learners_half_fails_first(engines, answ
     ):
         sync._await_together(own, {"http://good": good, "http://bad": bad}, "/update_weights_from_distributed")
     assert error.value.engines == ("http://bad",)
+
+
+def test_a_broadcast_that_begins_after_a_refusal_stays_in_its_group(engines, monkeypatch):
+    """In torch's default group, which None means, it would take what the learner's ranks say to one another."""
+    engine = engines(faults={"/update_weights_from_distributed": (400, {"success": False, "message": "no"})})
+    used, group, answered = [], object(), threading.Event()
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, group, **options: used.append(group) or Future())
+    monkeypatch.setattr(distributed, "_leave", lambda *arguments: None)
+    with DistributedWeightSync([engine.url], timeout_seconds=5) as sync, ThreadPoolExecutor(1) as busy:
+        sync._pool, sync._group = busy, group
+        busy.submit(answered.wait)
+        with pytest.raises(WeightSyncError, match="no"):
+            sync._send(BUCKETS[0])
+        answered.set()
+    assert used == [group]
 
 
 def test_an_engine_that_comes_late_to_a_failed_rendezvous_is_sent_away(engines, monkeypatch):
