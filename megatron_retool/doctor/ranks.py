@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +71,8 @@ def answer_of_ranks(
         context: multiprocessing's, which starts them.
         directory: for their answers.
         nodes: each of which starts as many, and all are one group.
-        timeout: seconds, after which those that still run are killed; None: wait for as long as it takes.
+        timeout: seconds for all of them, after which those that still run are killed, and have printed what they were
+            doing; None: wait for as long as it takes.
 
     Raises:
         RankFailed: with the error of the rank that failed first: the others may fail for want of it.
@@ -77,14 +80,15 @@ def answer_of_ranks(
     port = free_port(LOOPBACK) if nodes is None else nodes.port
     answers = [directory / f"rank_{os.getpid()}_{port}_{rank}.pickle" for rank in range(world_size)]
     processes = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, answers[rank], arguments, nodes))
+        context.Process(target=_rank, args=(function, rank, world_size, port, answers[rank], arguments, nodes, timeout))
         for rank in range(world_size)
     ]
+    end = None if timeout is None else time.monotonic() + timeout
     try:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout)
+            process.join(end and max(0.0, end - time.monotonic()))
     finally:
         for process in processes:
             if process.is_alive():
@@ -143,7 +147,10 @@ def _rank(
     answer: Path,
     arguments: tuple[Any, ...],
     nodes: Nodes | None,
+    timeout: float | None,
 ) -> None:
+    if timeout is not None:
+        faulthandler.dump_traceback_later(0.95 * timeout)
     set_rank_environment(rank, world_size, port, nodes)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

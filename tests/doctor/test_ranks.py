@@ -52,8 +52,9 @@ def test_the_error_that_came_first_is_told(tmp_path: Path, first: str) -> None:
     assert (str(sent), sent.summary) == (str(error.value), error.value.summary)
 
 
-def test_ranks_that_do_not_end_are_killed_and_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 ended with exit code -9 and without an answer, given 1 s"):
-        run(stay, tmp_path, "1", timeout=1)
+def test_ranks_that_do_not_end_are_killed_and_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 ended with exit code -9 and without an answer, given 8 s"):
+        run(stay, tmp_path, "1", timeout=8)
+    assert capfd.readouterr().err.count(" in stay\n") == 1, "what it was doing, and only of the one that stayed"
     with pytest.raises(RankFailed, match=r"rank 0 ended with exit code 3"):
         run(leave, tmp_path)
