@@ -64,8 +64,9 @@ def test_what_the_packages_import_is_declared() -> None:
     distributions = [{_name(each) for each in of_package[name]} for name in imported & of_package.keys()]
     undeclared = {sorted(each)[0] for each in distributions if not each & declared}
     undeclared.discard(_name(PROJECT["project"]["name"]))
-    # mcp brings mcp-types and httpx2, and anyio comes with both; ipython brings traitlets; a snippet may run pytest.
-    assert undeclared <= {"anyio", "httpx2", "mcp-types", "traitlets", "pytest"}
+    # mcp brings mcp-types and httpx2, and anyio comes with both; ipython brings traitlets, and torch for
+    # CUDA Triton; a snippet may run pytest.
+    assert undeclared <= {"anyio", "httpx2", "mcp-types", "traitlets", "triton", "pytest"}
 
 
 @pytest.mark.parametrize("name", LOCKED)

@@ -259,8 +259,8 @@ class LearnerConfig:
     log-probs too. old_log_probs (R2): the learner's own of the old log-probs. none: its choice in each pass."""
     match_engine: str = choice("none", "exact")
     """exact: engine and learner compute every log-prob to the same bit, by the same operators in one order of sums
-    (docs/mismatch.md, "Exact"); a step whose log-probs differ ends the run. On CPUs, without tensor, context or expert
-    parallelism. none: each computes in its own way."""
+    (docs/mismatch.md, "Exact"); a step whose log-probs differ ends the run. Without tensor, context or expert
+    parallelism; on a GPU without CUDA graphs and Transformer Engine. none: each computes in its own way."""
     fp32_lm_head: bool = False
     """Compute the vocabulary logits in float32."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

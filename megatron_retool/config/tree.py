@@ -294,7 +294,10 @@ def _check_exact(config: Config) -> None:
         ),
         f"learner.dtype={learner.dtype}": (learner.dtype == "float16", "take float32 or bfloat16"),
         f"rollout.engine.backend={engine.backend}": (engine.backend != "sglang", "set it to sglang"),
-        f"rollout.engine.device={engine.device}": (engine.device == "cuda", "it is for CPUs: set it to cpu"),
+        f"rollout.engine.device={engine.device}": (
+            {engine.device, learner.device} == {"cpu", "cuda"},
+            f"both compute on one kind of device: set it to {learner.device}, which learner.device is",
+        ),
         f"rollout.engine.quantization={engine.quantization}": (engine.quantization is not None, "set it to null"),
         f"weight_sync.round_to={config.weight_sync.round_to}": (
             config.weight_sync.round_to is not None,

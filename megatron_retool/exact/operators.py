@@ -1,12 +1,13 @@
-"""A decoder's operators on CPU tensors, each row's result independent of its neighbours, to the bit.
+"""A decoder's operators, each row's result independent of its neighbours, to the bit.
 
-All take and return float32 or bfloat16 and compute in float32; a result is rounded once, to its input's dtype. None has
-a gradient: the learner pairs each with the ordinary operator's (``learner.exact``).
+On a CPU ``kernels`` computes them, on a GPU ``gpu_kernels``, to other bits. All take and return float32 or bfloat16 and
+compute in float32; a result is rounded once, to its input's dtype. None has a gradient: the learner pairs each with the
+ordinary operator's (``learner.exact``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,29 @@ from torch import Tensor
 from megatron_retool.exact import kernels
 
 
-def array(x: Tensor) -> Any:
-    """The memory of ``x`` as an array; that of bfloat16 as uint16."""
+def _array(x: Any) -> Any:
+    """What a compiled kernel takes: the memory of a tensor as an array, that of bfloat16 as uint16; float32."""
+    if isinstance(x, Tensor):
+        x = x.detach().contiguous()
+        return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    return np.float32(x) if isinstance(x, float) else x
+
+
+def _compute(kernel: Callable[..., None], first: Tensor, *operands: Tensor | float) -> None:
+    """Call a kernel of ``kernels``, or the one of its name for a GPU, where the operands lie; it fills some of them."""
+    if first.is_cuda:
+        from megatron_retool.exact import gpu_kernels
+
+        kernel = getattr(gpu_kernels, kernel.__name__)
+        kernel(*(_aligned(x) if isinstance(x, Tensor) else x for x in (first, *operands)))
+    else:
+        kernel(*map(_array, (first, *operands)))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on, as what torch allocates is and a slice of it may not be."""
     x = x.detach().contiguous()
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 _ROWS_TO_WIDEN = 64
@@ -29,10 +49,10 @@ _ROWS_TO_WIDEN = 64
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """x weight^T + bias: [..., K], [N, K], [N] -> [..., N] of ``dtype``, by default that of ``x``."""
     rows = x.detach().reshape(-1, x.size(-1))
-    if rows.size(0) >= _ROWS_TO_WIDEN:
+    if rows.size(0) >= _ROWS_TO_WIDEN and not rows.is_cuda:
         rows, weight = rows.float(), weight.detach().float()
-    out = torch.empty(rows.size(0), weight.size(0))
-    kernels.products(array(rows), array(weight), out.numpy())
+    out = _empty(x, rows.size(0), weight.size(0))
+    _compute(kernels.products, rows, weight, out)
     if bias is not None:
         out += bias.detach().float()
     return out.to(dtype or x.dtype).view(*x.shape[:-1], weight.size(0))
@@ -49,9 +69,14 @@ def gated_rms_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tenso
     return _normalized(x, weight, eps).mul_(wide).mul_(sigmoid(wide)).to(x.dtype)
 
 
+def _empty(x: Tensor, *shape: int) -> Tensor:
+    """float32, where ``x`` lies."""
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty(x.numel() // x.size(-1), x.size(-1))
-    kernels.normalized(array(x.reshape(out.shape)), array(weight), np.float32(eps), out.numpy())
+    out = _empty(x, x.numel() // x.size(-1), x.size(-1))
+    _compute(kernels.normalized, x.reshape(out.shape), weight, float(eps), out)
     return out.view(x.shape)
 
 
@@ -63,8 +88,8 @@ def rotary_table(frequencies: Sequence[float], length: int) -> tuple[Tensor, Ten
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x`` [rows, heads, d] rotated by ``cos`` and ``sin`` float32 [rows, r / 2]; see ``kernels.rotated``."""
-    out = torch.empty(x.shape)
-    kernels.rotated(array(x), array(cos), array(sin), out.numpy())
+    out = _empty(x, *x.shape)
+    _compute(kernels.rotated, x, cos, sin, out)
     return out.to(x.dtype)
 
 
@@ -92,9 +117,9 @@ def attention(
         starts: int64 [rows], as ``counts``.
         width: how many features the values have, the first ones; None: all.
     """
-    out = torch.empty(*query.shape[:2], width or values.size(-1))
-    places = (array(slots.reshape(-1)), array(starts.long()), array(counts.long()))
-    kernels.attended(array(query), array(keys), array(values), *places, np.float32(scale), out.numpy())
+    out = _empty(query, *query.shape[:2], width or values.size(-1))
+    places = slots.reshape(-1), starts.long(), counts.long()
+    _compute(kernels.attended, query, keys, values, *places, float(scale), out)
     return out.to(query.dtype)
 
 
@@ -107,16 +132,16 @@ def last_keys(starts: Tensor, counts: Tensor, window: int) -> tuple[Tensor, Tens
 def silu_and_multiply(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second: [..., 2 F] -> [..., F]."""
     rows = x.reshape(-1, x.size(-1))
-    out = torch.empty(rows.size(0), rows.size(1) // 2)
-    kernels.gated(array(rows), out.numpy())
+    out = _empty(x, rows.size(0), rows.size(1) // 2)
+    _compute(kernels.gated, rows, out)
     return out.to(x.dtype).view(*x.shape[:-1], out.size(1))
 
 
 def sigmoid(logits: Tensor) -> Tensor:
     """Of float32 logits, in float32."""
-    out = torch.empty(logits.shape)
-    kernels.sigmoids(array(logits.reshape(-1, logits.size(-1))), out.view(-1, logits.size(-1)).numpy())
-    return out
+    out = _empty(logits, logits.numel() // logits.size(-1), logits.size(-1))
+    _compute(kernels.sigmoids, logits.reshape(out.shape), out)
+    return out.view(logits.shape)
 
 
 def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
@@ -136,7 +161,7 @@ def top_experts(scores: Tensor, count: int, groups: tuple[int, int] | None = Non
         number, kept = groups
         members = scores.unflatten(-1, (number, -1))
         worth = members.sort(dim=-1, descending=True).values[..., :of_a_group].sum(-1)
-        closed = torch.ones(worth.shape, dtype=torch.bool).scatter_(1, top_experts(worth, kept), False)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, top_experts(worth, kept), False)
         scores = members.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]
 
@@ -149,12 +174,12 @@ def expert_gates(scores: Tensor, experts: Tensor, normalized: bool, kind: str = 
         experts: int64 [t, k].
         normalized: the gates of a token add up to 1; else they are shares of all experts, or the scores themselves.
     """
-    chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, experts, True)
-    out = torch.empty(scores.shape)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+    out = _empty(scores, *scores.shape)
     if kind == "softmax":
-        kernels.gates_of(array(scores), chosen.numpy(), not normalized, out.numpy())
+        _compute(kernels.gates_of, scores, chosen, not normalized, out)
     elif normalized:
-        kernels.shares_of(array(scores), chosen.numpy(), out.numpy())
+        _compute(kernels.shares_of, scores, chosen, out)
     else:
         out = scores.masked_fill(~chosen, 0.0)
     return out
@@ -171,17 +196,16 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
     ``weight`` is [features, width], the present token's last; in the place of tokens before a text stands 0.
     """
     lines = x.reshape(-1, *x.shape[-2:])
-    out = torch.empty(lines.size(0), lines.size(1), lines.size(2) - weight.size(-1) + 1)
-    kernels.convolved(array(lines), array(weight), out.numpy())
+    out = _empty(x, lines.size(0), lines.size(1), lines.size(2) - weight.size(-1) + 1)
+    _compute(kernels.convolved, lines, weight, out)
     return out.to(x.dtype).view(*x.shape[:-1], out.size(-1))
 
 
 def delta_net_rates(steps: Tensor, logits: Tensor, log_factors: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """-exp(log_factors) softplus(steps + bias) and sigmoid(logits), float32 [tokens, heads], of [tokens, heads] each;
     ``log_factors`` and ``bias`` [heads]."""
-    log_decays, betas = torch.empty(steps.shape), torch.empty(steps.shape)
-    operands = (array(each) for each in (steps, logits, log_factors, bias))
-    kernels.rates(*operands, log_decays.numpy(), betas.numpy())
+    log_decays, betas = _empty(steps, *steps.shape), _empty(steps, *steps.shape)
+    _compute(kernels.rates, steps, logits, log_factors, bias, log_decays, betas)
     return log_decays, betas
 
 
@@ -205,10 +229,9 @@ def delta_rule(
         slots: int64 [texts].
         starts: int64 [texts + 1], where the texts' tokens begin, and the last one's end.
     """
-    out, memory = torch.empty(value.shape), states.view(-1, states.size(-1))
-    operands = (array(each) for each in (query, key, value, log_decays, betas))
-    places = (array(slots.long()), array(starts.long()))
-    kernels.delta_rule(*operands, np.float32(_UNIT_LENGTH_EPS), memory.numpy(), *places, out.numpy())
+    out, memory = _empty(value, *value.shape), states.view(-1, states.size(-1))
+    operands = query, key, value, log_decays, betas
+    _compute(kernels.delta_rule, *operands, _UNIT_LENGTH_EPS, memory, slots.long(), starts.long(), out)
     return out.to(value.dtype)
 
 
@@ -218,8 +241,8 @@ _UNIT_LENGTH_EPS = 1e-6
 
 def log_normalizers(logits: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [rows] each: the largest of the float32 logits [rows, V], and log sum exp(logit - largest)."""
-    out = torch.empty(logits.size(0), 2)
-    kernels.log_normalizers(array(logits), out.numpy())
+    out = _empty(logits, logits.size(0), 2)
+    _compute(kernels.log_normalizers, logits, out)
     largest, log_sum = out.unbind(1)
     return largest, log_sum
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.rotary import inverse_frequencies
-from megatron_retool.config import ConfigError
 from megatron_retool.exact import operators
 from megatron_retool.exact.coverage import OPERATORS, check_operators
 from megatron_retool.learner.attention import (
@@ -222,7 +221,7 @@ class ExactRouter(TopKRouter):
 
         replay: Any = self.router_replay
         experts = (own() if replay is None else replay.choose(ranked, own, limited=self.groups is not None))[1]
-        chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter_(1, experts, True)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
         self._apply_expert_bias(chosen)
 
         def ordinary(logits: Tensor) -> Tensor:
@@ -272,12 +271,13 @@ class ExactRotaryTable:
 
     def __init__(self, frequencies: Sequence[float]) -> None:
         self._frequencies = frequencies
-        self._tables = operators.rotary_table(frequencies, 256)
+        self._tables = operators.rotary_table(frequencies, 0)
 
     def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two tensors float32 [t, 1, r / 2] at ``positions`` (int64 [t], below ``max_length``)."""
         if self._tables[0].size(0) < max_length:
-            self._tables = operators.rotary_table(self._frequencies, 2 * max_length)
+            cos, sin = operators.rotary_table(self._frequencies, 2 * max_length)
+            self._tables = cos.to(positions.device), sin.to(positions.device)
         cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in self._tables)
         return cos, sin
 
@@ -390,7 +390,7 @@ def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tenso
     if packed.tree is not None:
         return packed.tree.key_places
     bounds = packed.cu_seqlens_q.long()
-    tokens = torch.arange(count)
+    tokens = torch.arange(count, device=bounds.device)
     starts = bounds[torch.searchsorted(bounds, tokens, right=True) - 1]
     return tokens, starts, tokens - starts + 1
 
@@ -429,11 +429,9 @@ def place(
         exchanged: of ``OPERATORS``; the others stay as they are.
 
     Raises:
-        ConfigError: the model has an operator that ``exact`` has not, or the machine has a GPU.
+        ConfigError: the model has an operator that ``exact`` has not.
     """
-    if acceleration.cuda:
-        raise ConfigError("learner.match_engine=exact is for hosts without a GPU, and this one has one: set it to none")
-    check_operators(architecture)
+    check_operators(architecture, gpu=acceleration.cuda)
     exchanged = frozenset(exchanged)
     for chunk in chunks:
         for name, module in chunk.named_modules():

@@ -139,6 +139,8 @@ class Learner:
         if config.trainer.deterministic:
             make_deterministic()
         self.acceleration = Acceleration.detect()
+        if config.learner.match_engine == "exact":
+            self.acceleration = self.acceleration.local()
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         kernels = check_attention(config, architecture, self.layout, self.acceleration)

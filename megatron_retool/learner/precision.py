@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,10 @@ class Acceleration:
             fused_weight_gradient=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
             flash_attention=next((f"{name} {installed(name)}" for name in FLASH_ATTENTION if installed(name)), None),
         )
+
+    def local(self) -> Acceleration:
+        """The same device with Megatron-Core's and torch's own layers and kernels."""
+        return replace(self, transformer_engine=None, apex=False, fused_weight_gradient=False, flash_attention=None)
 
     def describe(self) -> str:
         """One line for the start of a run."""

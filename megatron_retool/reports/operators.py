@@ -118,7 +118,7 @@ def report(
         EngineStartError: an engine did not start.
     """
     architecture = Architecture.from_pretrained(model_path)
-    check_operators(architecture)
+    check_operators(architecture, gpu=False)
     present = operators_of(architecture)
     if unknown := [each for each in only if each not in present]:
         raise ConfigError(f"{', '.join(unknown)}: this model's operators are {', '.join(present)}")

@@ -332,6 +332,14 @@ class SGLangServer:
             arguments |= {"--max-total-tokens": tokens, "--max-mamba-cache-size": states if keeps_states else None}
         else:
             arguments |= {"--enable-memory-saver": self.colocated}
+            if self.exact_operators:
+                arguments |= {
+                    "--attention-backend": "torch_native",
+                    "--sampling-backend": "pytorch",
+                    "--moe-runner-backend": "triton",
+                    "--cuda-graph-backend-decode": "disabled",
+                    "--cuda-graph-backend-prefill": "disabled",
+                }
             if self._is_mixture_of_experts():
                 arguments |= {"--ep-size": config.expert_parallel_size or config.tensor_parallel_size}
             if config.attention_data_parallel_size > 1:
@@ -428,18 +436,11 @@ class SGLangServer:
         if self.routed_experts:
             experts = Architecture.from_pretrained(self.model_path, self.families).num_experts or 0
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
+        if self.exact_operators:
+            paths = [str(EXACT_PLUGIN), *paths]
+            environment |= self._exact_environment()
         if self.device == "cpu":
             paths = [str(torchvision_directory()), *paths]
-            if self.exact_operators:
-                paths = [str(EXACT_PLUGIN), *paths]
-                architecture = Architecture.from_pretrained(self.model_path, self.families)
-                kinds = (False,) if architecture.local_rope_theta is None else (False, True)
-                settings = {
-                    "operators": [each for each in self.exact_operators if each in operators_of(architecture)],
-                    "frequencies": [inverse_frequencies(architecture, local).tolist() for local in kinds],
-                    "scales": [softmax_scale(architecture, local) for local in kinds],
-                }
-                environment[EXACT_VARIABLE] = json.dumps(settings)
             environment |= sglang_cpu_engine.environment(
                 {"PYTHONPATH": os.pathsep.join(paths)},
                 threads=self.config.threads,
@@ -453,6 +454,19 @@ class SGLangServer:
             if self.gpu_ids is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpu_ids)
         return environment | self.extra_environment
+
+    def _exact_environment(self) -> dict[str, str]:
+        """What the exact plugin reads; and on a GPU that layers take their methods of plain torch, which it replaces,
+        and that experts' matrices stay in the order of the checkpoint."""
+        architecture = Architecture.from_pretrained(self.model_path, self.families)
+        kinds = (False,) if architecture.local_rope_theta is None else (False, True)
+        settings = {
+            "operators": [each for each in self.exact_operators if each in operators_of(architecture)],
+            "frequencies": [inverse_frequencies(architecture, local).tolist() for local in kinds],
+            "scales": [softmax_scale(architecture, local) for local in kinds],
+        }
+        on_gpu = {"SGLANG_FORCE_FUSED_OP_BACKEND": "native", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
+        return {EXACT_VARIABLE: json.dumps(settings), **(on_gpu if self.device == "cuda" else {})}
 
     def __enter__(self) -> SGLangServer:
         self.start()
@@ -488,11 +502,6 @@ class SGLangServer:
             EngineStartError: settings need a GPU, and this host has none, which a configuration alone does not tell.
         """
         config = self.config
-        if self.device == "cuda" and self.exact_operators:
-            raise EngineStartError(
-                "learner.match_engine=exact is for hosts without a GPU, and this engine would run on one: set it to "
-                "none"
-            )
         if self.device == "cpu" and config.speculative.algorithm is not None:
             raise EngineStartError(
                 f"rollout.engine.speculative.algorithm={config.speculative.algorithm} needs CUDA, and this host has no "

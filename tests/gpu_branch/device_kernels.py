@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,40 @@ def install(folder: Path) -> None:
         (rope_utils, "fused_apply_rotary_pos_emb_thd"),
     ):
         setattr(owner, name, kernel(getattr(owner, name)))
+
+
+def install_exact() -> None:
+    """The host's kernels in the place of those of ``exact.gpu_kernels``, which Triton would launch."""
+    from megatron_retool.exact import kernels as of_host
+    from megatron_retool.exact import operators
+
+    def launched(name: str) -> Callable[..., None]:
+        compiled = getattr(of_host, name)
+
+        @kernel
+        def on_host(*operands: Any) -> None:
+            with torch._C.DisableTorchFunction():  # arrays of tensors that are said to be on the device
+                compiled(*map(operators._array, operands))
+
+        return on_host
+
+    module = types.ModuleType("megatron_retool.exact.gpu_kernels")
+    for name in EXACT:
+        setattr(module, name, launched(name))
+    sys.modules[module.__name__] = sys.modules["megatron_retool.exact"].gpu_kernels = module
+
+
+EXACT = (
+    "products",
+    "normalized",
+    "rotated",
+    "attended",
+    "gated",
+    "sigmoids",
+    "gates_of",
+    "shares_of",
+    "log_normalizers",
+)
 
 
 def _prepared(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,12 +16,13 @@ from torch import distributed
 
 from conversion.hf_to_mcore import convert
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import cases
+from megatron_retool.admission.layouts import Case, cases
 from megatron_retool.admission.parity import compare, load_checkpoint, save_checkpoint, too_far, write_reference
 from megatron_retool.admission.requests import Request, shrunk_config
 from megatron_retool.admission.tiny_model import converted, random_model, save_model
 from megatron_retool.config import ConfigError
 from megatron_retool.planning.models import MODELS, model_of_each_family
+from tests.gpu_branch import device_kernels
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.fake_device import recorded
 from tests.gpu_branch.test_compiled_kernels import COMPILED
@@ -134,6 +135,19 @@ def test_four_processes_equal_transformers(family: str, references: Any, on_gpus
         if not case.inapplicable and (family == "qwen3" or "expert_model_parallel_size" in case.settings)
     )
     _hold(references, on_gpus, True, 4, {family: names}, 8)
+
+
+def _compare_exact(directory: Path) -> tuple[Any, list[str]]:
+    device_kernels.install_exact()
+    with recorded() as record:
+        figures = compare(Case("exact", 1, {"match_engine": "exact"}), directory)
+    return too_far(figures), [str(event) for event in record.mixed]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "olmo3"])
+def test_exact_layers_equal_transformers(family: str, references: Any, on_gpus: Run) -> None:
+    for engine in (False, True):
+        assert on_gpus(_compare_exact, references(family, 2), engine=engine) == ({}, [])
 
 
 def _save_or_load(function: Callable[..., Any], directory: Path, layout: str) -> tuple[Any, list[str]]:

@@ -1,7 +1,10 @@
-"""SGLang plugin: a CPU engine's layers in the arithmetic that the learner uses too (learner.match_engine=exact).
+"""SGLang plugin: an engine's layers in the arithmetic that the learner uses too (learner.match_engine=exact).
 
 In place of SGLang's layers stand ``megatron_retool.exact.operators``, which the learner's modules call as well: a token
 has the same log-prob, to the bit, in whatever batch, chunk or cached prefix the engine computes it.
+
+On a GPU SGLang is told to take its layers' forward methods of plain torch, which these replace, and what it fuses
+beside its layers is turned off.
 """
 
 from __future__ import annotations
@@ -94,6 +97,10 @@ def register() -> None:
             HookRegistry.register(f"{gate}.forward", router_logits, HookType.REPLACE)
     HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
     HookRegistry.register(_LAYERS + "linear.LinearBase.__init__", note_operator, HookType.AROUND)
+    if torch.cuda.is_available():
+        HookRegistry.register("sglang.srt.models.utils.enable_fused_set_kv_buffer", is_not_fused, HookType.REPLACE)
+        HookRegistry.register("sglang.srt.models.utils.apply_qk_norm", norm_heads, HookType.REPLACE)
+        HookRegistry.register(_LAYERS + "dual_gemm.DualGemm._select_mode", has_no_mode, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
     if "head" in exchanged():
         HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", take_log_softmax, HookType.AROUND)
@@ -109,6 +116,22 @@ def refuse_model(*arguments: Any, **kwargs: Any) -> None:
         "learner.match_engine=exact exchanges SGLang's layers, and SGLang computes this model with transformers': set "
         "learner.match_engine=none"
     )
+
+
+def is_not_fused(*_: Any) -> bool:
+    """Rotation writes no keys and values into the cache."""
+    return False
+
+
+def has_no_mode(*_: Any) -> None:
+    """An MLP's first products and its activation are not one kernel."""
+
+
+def norm_heads(
+    q: torch.Tensor, k: torch.Tensor, q_norm: Any, k_norm: Any, head_dim: int, *_: Any, **__: Any
+) -> tuple[torch.Tensor, ...]:
+    """Each head of queries and keys [tokens, heads * head_dim], by their norms."""
+    return tuple(norm(x.reshape(-1, head_dim)).view(x.shape) for x, norm in ((q, q_norm), (k, k_norm)))
 
 
 def take_log_softmax(original: Any, sampler: Any, *arguments: Any, **kwargs: Any) -> None:
@@ -184,7 +207,8 @@ def rotary_embedding(
         positions = positions[0]
     longest, kind = int(positions.max()) + 1, _kind(rotary)
     if kind not in _tables or len(_tables[kind][0]) < longest:
-        _tables[kind] = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
+        table = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
+        _tables[kind] = tuple(each.to(positions.device) for each in table)
     cos, sin = (table[positions] for table in _tables[kind])
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -200,7 +224,7 @@ def _kind(rotary: Any) -> int:
     """The number of SGLang's frequencies among those of the settings."""
     if not hasattr(rotary, "exact_kind"):
         cos, sin = rotary.cos_sin_cache[1].float().chunk(2)
-        angles = torch.atan2(sin, cos)
+        angles = torch.atan2(sin, cos).cpu()
         far = [float((angles - torch.tensor(each)).abs().max()) for each in _settings()["frequencies"]]
         rotary.exact_kind = far.index(min(far))
     return int(rotary.exact_kind)
@@ -366,7 +390,9 @@ def extend_attention(
     extend_lens = extend_lens.long()
     starts = (req_pool_indices.long() * req_to_token.size(1)).repeat_interleave(extend_lens)
     first = (extend_lens.cumsum(0) - extend_lens).repeat_interleave(extend_lens)
-    counts = prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts)) - first + 1
+    counts = (
+        prefix_lens.long().repeat_interleave(extend_lens) + torch.arange(len(starts), device=first.device) - first + 1
+    )
     return output.copy_(_attended(query, k_cache, v_cache, req_to_token, starts, counts, sliding_window_size))
 
 

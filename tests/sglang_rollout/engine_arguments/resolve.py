@@ -23,6 +23,7 @@ REPORTED = (
     "attention_backend", "context_length", "device", "enable_memory_saver", "enable_return_routed_experts",
     "enable_deterministic_inference", "ep_size", "kv_cache_dtype", "max_running_requests", "mem_fraction_static",
     "quantization", "tp_size", "nnodes", "node_rank", "dist_init_addr", "enable_lora", "max_lora_rank", "lora_backend",
+    "sampling_backend", "moe_runner_backend",
 )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def resolve(arguments: list[str]) -> dict[str, Any]:
     graphs = resolved.cuda_graph_config
     return {name: getattr(resolved, name) for name in REPORTED} | {
         "decode_graphs": graphs.decode.bs, "prefill_graphs": graphs.prefill.bs,
-        "prefill_backend": graphs.prefill.backend,
+        "decode_backend": graphs.decode.backend, "prefill_backend": graphs.prefill.backend,
     }  # fmt: skip
 
 

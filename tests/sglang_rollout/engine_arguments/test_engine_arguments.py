@@ -13,6 +13,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
 from megatron_retool.config import Config, load_config
+from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, Machines
 from megatron_retool.planning.models import MODELS, resolve_architecture
@@ -39,6 +40,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "rollout.engine.expert_parallel_size=16",
         "rollout.engine.count=1",
     ),
+    "exact": ("rollout.engine.tensor_parallel_size=1", "rollout.engine.expert_parallel_size=1"),
 }
 PART = EnginePart(1, 2, "10.0.0.1:20000")
 
@@ -67,6 +69,7 @@ def server_of(recipe: str, kind: str, directory: Path) -> tuple[Config, SGLangSe
         routed_experts=config.learner.routing_replay == "rollout",
         port=30000,
         part=PART if kind == "on two nodes" else None,
+        exact_operators=OPERATORS if kind == "exact" else (),
     )
     return config, server
 
@@ -137,5 +140,9 @@ def test_sglang_takes_the_arguments(
         assert found["prefill_backend"] == "breakable"
         assert tuple(found["prefill_graphs"]) == model.prefill_graph_sizes
         assert max(found["decode_graphs"]) == model.largest_decode_graph
+    elif kind == "exact":
+        assert found["attention_backend"] == "torch_native" and found["sampling_backend"] == "pytorch", found
+        assert found["moe_runner_backend"] == "triton"
+        assert found["decode_backend"] == found["prefill_backend"] == "disabled"
     else:
         assert found["decode_graphs"]

@@ -1,0 +1,248 @@
+"""The kernels of ``kernels.py`` for a GPU, in Triton: same names, same arguments, tensors in the place of arrays.
+
+A row's result is the same bits whatever rows stand beside it, on one kind of GPU: no kernel divides a row's sum by the
+number of rows, sizes of blocks are constants or follow from a row's own sizes, and a matrix unit's row depends on no
+other row. They are other bits than those of a CPU: sums have another order.
+
+Triton lays a row out over threads by what it knows of pointers and sizes, and a layout is an order of sums: tensors
+begin at multiples of 16 bytes (``operators._compute`` sees to it), and no code is made for a number of rows.
+"""
+
+# Kernels have no annotations, and their constants are in capitals.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PRODUCT_BLOCKS = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32}
+_LINE = 1024
+"""Numbers of a row at a time."""
+_KEYS = 32
+"""Keys at a time in attention."""
+_SCORES = 64
+"""Features at a time in an attention's scores."""
+_LEAST = 16
+"""Rows and columns that a matrix unit takes at least."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _products(x, w, out, rows, columns, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, length, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        left = tl.load(x + i[:, None] * length + k[None, :], (i[:, None] < rows) & (k[None, :] < length), 0.0)
+        right = tl.load(w + n[None, :] * length + k[:, None], (n[None, :] < columns) & (k[:, None] < length), 0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    tl.store(out + i[:, None] * columns + n[None, :], total, (i[:, None] < rows) & (n[None, :] < columns))
+
+
+def products(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """As ``kernels.products``; ``x`` and ``w`` have one dtype."""
+    (rows, length), columns = x.shape, w.size(0)
+    grid = (triton.cdiv(rows, _PRODUCT_BLOCKS["ROWS"]), triton.cdiv(columns, _PRODUCT_BLOCKS["COLUMNS"]))
+    _products[grid](x, w, out, rows, columns, length, **_PRODUCT_BLOCKS)
+
+
+@triton.jit
+def _normalized(x, weight, eps, out, length, LINE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * length
+    squares = tl.zeros((LINE,), tl.float32)
+    for start in range(0, length, LINE):
+        k = start + tl.arange(0, LINE)
+        value = tl.load(x + row + k, k < length, 0.0).to(tl.float32)
+        squares += value * value
+    scale = 1.0 / tl.sqrt_rn(tl.sum(squares) / length + eps)
+    for start in range(0, length, LINE):
+        k = start + tl.arange(0, LINE)
+        value = tl.load(x + row + k, k < length, 0.0).to(tl.float32)
+        tl.store(out + row + k, (value * scale) * tl.load(weight + k, k < length, 0.0).to(tl.float32), k < length)
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """As ``kernels.normalized``."""
+    _normalized[(x.size(0),)](x, weight, eps, out, x.size(1), LINE=_LINE)
+
+
+@triton.jit
+def _rotated(x, cos, sin, out, heads, size, half, HALF: tl.constexpr, REST: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    start, angle, k = line * size, line // heads * half, tl.arange(0, HALF)
+    first = tl.load(x + start + k, k < half, 0.0).to(tl.float32)
+    second = tl.load(x + start + half + k, k < half, 0.0).to(tl.float32)
+    c, s = tl.load(cos + angle + k, k < half, 0.0), tl.load(sin + angle + k, k < half, 0.0)
+    tl.store(out + start + k, tl.fma(-second, s, first * c), k < half)
+    tl.store(out + start + half + k, tl.fma(first, s, second * c), k < half)
+    rest = 2 * half + tl.arange(0, REST)
+    tl.store(out + start + rest, tl.load(x + start + rest, rest < size, 0.0).to(tl.float32), rest < size)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """As ``kernels.rotated``."""
+    (rows, heads, size), half = x.shape, cos.size(1)
+    blocks = {"HALF": triton.next_power_of_2(half), "REST": triton.next_power_of_2(max(1, size - 2 * half))}
+    _rotated[(rows * heads,)](x, cos, sin, out, heads, size, half, **blocks)
+
+
+@triton.jit
+def _attended(
+    query, keys, values, slots, firsts, numbers, starts, counts, scale, out, heads, groups, size, stride, width,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SCORES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Some neighbouring rows of a text, with all heads of a group: row r of the tile is of query r // SHARE."""
+    tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, number = tl.load(firsts + tile), tl.load(numbers + tile)
+    own, r = tl.arange(0, ROWS) // SHARE, tl.arange(0, ROWS)
+    there = own < number
+    row = first + own
+    line = (row * heads + group * SHARE + r % SHARE)[:, None]
+    seen = tl.load(counts + row, there, 0)
+    begin, longest = tl.load(starts + first), tl.load(counts + first + number - 1)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    summed = tl.zeros((ROWS, WIDTH), tl.float32)
+    v = tl.arange(0, WIDTH)
+    for key in range(0, longest, KEYS):
+        j = key + tl.arange(0, KEYS)
+        place = tl.load(slots + begin + j, j < longest, 0).to(tl.int64) * groups + group
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        for feature in range(0, size, SCORES):
+            k = feature + tl.arange(0, SCORES)
+            left = tl.load(query + line * size + k[None, :], there[:, None] & (k[None, :] < size), 0.0)
+            mask = (j[None, :] < longest) & (k[:, None] < size)
+            right = tl.load(keys + place[None, :] * size + k[:, None], mask, 0.0)
+            scores = tl.dot(left, right, scores, input_precision="ieee")
+        visible = j[None, :] < seen[:, None]
+        scores = tl.where(visible, scores * scale, float("-inf"))
+        highest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that sees none of these keys keeps its numbers: its factor is 1, and its weights are 0.
+        kept = tl.where(highest == largest, 1.0, tl.exp(largest - highest))
+        weights = tl.where(visible, tl.exp(scores - highest[:, None]), 0.0)
+        total = total * kept + tl.sum(weights, 1)
+        mask = (j[:, None] < longest) & (v[None, :] < width)
+        value = tl.load(values + place[:, None] * stride + v[None, :], mask, 0.0)
+        summed = tl.dot(weights.to(value.dtype), value, summed * kept[:, None], input_precision="ieee")
+        largest = highest
+    mask = there[:, None] & (v[None, :] < width)
+    tl.store(out + line * width + v[None, :], summed / total[:, None], mask)
+
+
+def attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    counts: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """As ``kernels.attended``. Weights are rounded to the values' dtype, as matrix units take them."""
+    (_, heads, size), groups, width = query.shape, keys.size(1), out.size(2)
+    share = heads // groups
+    rows = max(_LEAST, triton.next_power_of_2(share))
+    firsts, numbers = _tiles(starts, counts, rows // share)
+    blocks = {"KEYS": _KEYS, "SCORES": _SCORES, "WIDTH": max(_LEAST, triton.next_power_of_2(width))}
+    _attended[(firsts.numel(), groups)](
+        query, keys, values, slots, firsts, numbers, starts, counts, scale, out,
+        heads, groups, size, values.size(2), width, SHARE=share, ROWS=rows, **blocks,
+    )  # fmt: skip
+
+
+def _tiles(starts: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """First row and number of rows, int64, of runs of at most ``most`` neighbours of a text whose counts ascend."""
+    rows = torch.arange(starts.numel(), device=starts.device)
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[1:] = (starts[1:] != starts[:-1]) | (counts[1:] < counts[:-1])
+    run_start = torch.where(begins, rows, 0).cummax(0).values
+    (firsts,) = ((rows - run_start) % most == 0).nonzero(as_tuple=True)
+    ends = torch.cat([firsts[1:], rows.new_tensor([rows.numel()])])
+    return firsts, ends - firsts
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _gated(x, out, half, LINE: tl.constexpr):
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+    gate = tl.load(x + row * 2 * half + k, k < half, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * half + half + k, k < half, 0.0).to(tl.float32)
+    tl.store(out + row * half + k, (gate * _sigmoid(gate)) * up, k < half)
+
+
+def gated(x: Tensor, out: Tensor) -> None:
+    """As ``kernels.gated``."""
+    _gated[(x.size(0), triton.cdiv(out.size(1), _LINE))](x, out, out.size(1), LINE=_LINE)
+
+
+@triton.jit
+def _sigmoids(x, out, count, LINE: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64) * LINE + tl.arange(0, LINE)
+    tl.store(out + k, _sigmoid(tl.load(x + k, k < count, 0.0)), k < count)
+
+
+def sigmoids(x: Tensor, out: Tensor) -> None:
+    """As ``kernels.sigmoids``."""
+    _sigmoids[(triton.cdiv(x.numel(), _LINE),)](x, out, x.numel(), LINE=_LINE)
+
+
+@triton.jit
+def _gates_of(logits, chosen, out, experts, OVER_ALL: tl.constexpr, EXPERTS: tl.constexpr):
+    row, e = tl.program_id(0).to(tl.int64) * experts, tl.arange(0, EXPERTS)
+    taken = tl.load(chosen + row + e, e < experts, 0) != 0
+    among = (e < experts) if OVER_ALL else taken
+    x = tl.where(among, tl.load(logits + row + e, e < experts, 0.0), float("-inf"))
+    shares = tl.where(among, tl.exp(x - tl.max(x, 0)), 0.0)
+    tl.store(out + row + e, tl.where(taken, shares / tl.sum(shares), 0.0), e < experts)
+
+
+def gates_of(logits: Tensor, chosen: Tensor, over_all: bool, out: Tensor) -> None:
+    """As ``kernels.gates_of``."""
+    rows, experts = logits.shape
+    block = triton.next_power_of_2(experts)
+    _gates_of[(rows,)](logits, chosen, out, experts, OVER_ALL=over_all, EXPERTS=block)
+
+
+@triton.jit
+def _shares_of(scores, chosen, out, experts, EXPERTS: tl.constexpr):
+    row, e = tl.program_id(0).to(tl.int64) * experts, tl.arange(0, EXPERTS)
+    taken = tl.load(chosen + row + e, e < experts, 0) != 0
+    x = tl.where(taken, tl.load(scores + row + e, e < experts, 0.0), 0.0)
+    tl.store(out + row + e, x / (tl.sum(x) + 1e-20), e < experts)
+
+
+def shares_of(scores: Tensor, chosen: Tensor, out: Tensor) -> None:
+    """As ``kernels.shares_of``."""
+    rows, experts = scores.shape
+    _shares_of[(rows,)](scores, chosen, out, experts, EXPERTS=triton.next_power_of_2(experts))
+
+
+@triton.jit
+def _log_normalizers(logits, out, length, LINE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.full((LINE,), float("-inf"), tl.float32)
+    for start in range(0, length, LINE):
+        k = start + tl.arange(0, LINE)
+        highest = tl.maximum(highest, tl.load(logits + row * length + k, k < length, float("-inf")))
+    largest = tl.max(highest, 0)
+    total = tl.zeros((LINE,), tl.float32)
+    for start in range(0, length, LINE):
+        k = start + tl.arange(0, LINE)
+        total += tl.exp(tl.load(logits + row * length + k, k < length, float("-inf")) - largest)
+    tl.store(out + row * 2, largest)
+    tl.store(out + row * 2 + 1, tl.log(tl.sum(total)))
+
+
+def log_normalizers(logits: Tensor, out: Tensor) -> None:
+    """As ``kernels.log_normalizers``; the logarithm is taken in float32."""
+    _log_normalizers[(logits.size(0),)](logits, out, logits.size(1), LINE=_LINE)

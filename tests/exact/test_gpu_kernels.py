@@ -1,0 +1,127 @@
+"""The kernels for a GPU, in Triton's interpreter on the host: near those for a CPU, and the same bits in any cut.
+
+The interpreter knows no products of bfloat16, so that these are computed in float32. What the compiler makes of the
+kernels, tests/gpu_branch/test_exact_kernels.py sees.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_retool.exact import operators
+
+Compute = Callable[..., Tensor]
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def _computed(name: str, operands: list[Any], shape: tuple[int, ...]) -> Tensor:
+    from megatron_retool.exact import gpu_kernels
+
+    out = torch.full(shape, torch.nan)
+    getattr(gpu_kernels, name)(*operands, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[Compute]:
+    """``compute(name, operands, shape)``: what the kernel fills a tensor of this shape with."""
+    pytest.importorskip("triton", reason="torch's build for CPUs comes without Triton")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=_interpret) as process:
+        yield lambda *args: process.submit(_computed, *args).result()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hold(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "length", "columns"), [(70, 33, 65), (1, 100, 7), (5, 32, 64)])
+def test_products(rows: int, length: int, columns: int, compute: Compute) -> None:
+    x, weight = normal(rows, length), normal(columns, length, seed=1) / length**0.5
+    found = compute("products", [x, weight], (rows, columns))
+    hold(found, operators.linear(x, weight))
+    assert torch.equal(found[-1:], compute("products", [x[-1:].contiguous(), weight], (1, columns)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [48, 1500])
+def test_rows(size: int, dtype: torch.dtype, compute: Compute) -> None:
+    """Norm, activation, sigmoid and normaliser, each of a row."""
+    x, weight = normal(6, 2 * size).to(dtype), normal(2 * size, seed=1).to(dtype)
+    cases: list[tuple[str, list[Any], tuple[int, ...], Tensor]] = [
+        ("normalized", [weight, 1e-6], (2 * size,), operators._normalized(x, weight, 1e-6)),
+        ("gated", [], (size,), operators.silu_and_multiply(x.float())),
+    ]
+    if dtype == torch.float32:
+        cases += [
+            ("sigmoids", [], (2 * size,), operators.sigmoid(x)),
+            ("log_normalizers", [], (2,), torch.stack(operators.log_normalizers(x), 1)),
+        ]
+    for name, rest, shape, expected in cases:
+        found = compute(name, [x, *rest], (6, *shape))
+        hold(found, expected)
+        assert torch.equal(found[2:3], compute(name, [x[2:3].contiguous(), *rest], (1, *shape)))
+
+
+def test_rotation(compute: Compute) -> None:
+    x, cos, sin = normal(9, 3, 20), normal(9, 8, seed=1), normal(9, 8, seed=2)
+    hold(compute("rotated", [x, cos, sin], (9, 3, 20)), operators.rotate(x, cos, sin))
+    hold(compute("rotated", [x[..., :16].contiguous(), cos, sin], (9, 3, 16)), operators.rotate(x[..., :16], cos, sin))
+
+
+@pytest.mark.parametrize(("heads", "groups", "size", "width"), [(4, 4, 12, 12), (6, 2, 20, 20), (4, 1, 72, 64)])
+@pytest.mark.parametrize("window", [None, 10])
+def test_attention(heads: int, groups: int, size: int, width: int, window: int | None, compute: Compute) -> None:
+    """Texts of 41, 1 and 7 tokens, whose keys lie scattered; then each query by itself."""
+    lengths = torch.tensor([41, 1, 7])
+    tokens = int(lengths.sum())
+    slots = torch.randperm(2 * tokens, generator=torch.Generator().manual_seed(3))[:tokens].int()
+    query = normal(tokens, heads, size)
+    keys, values = normal(2 * tokens, groups, size, seed=1), normal(2 * tokens, groups, width, seed=2)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    counts = torch.arange(tokens) - starts + 1
+    if window is not None:
+        starts, counts = operators.last_keys(starts, counts, window)
+    found = compute("attended", [query, keys, values, slots, starts, counts, 0.3], (tokens, heads, width))
+    hold(found, operators.attention(query, keys, values, slots, starts, counts, 0.3))
+    for row in (0, 30, 40, 41, 48):
+        own = [query[row : row + 1].contiguous(), keys, values, slots, starts[row : row + 1], counts[row : row + 1]]
+        assert torch.equal(found[row : row + 1], compute("attended", [*own, 0.3], (1, heads, width)))
+
+
+@pytest.mark.parametrize("experts", [5, 16])
+def test_gates(experts: int, compute: Compute) -> None:
+    logits = normal(7, experts)
+    taken = operators.top_experts(logits, 3)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, taken, True)
+    for over_all in (True, False):
+        found = compute("gates_of", [logits, chosen, over_all], (7, experts))
+        hold(found, operators.expert_gates(logits, taken, not over_all))
+    scores = operators.sigmoid(logits)
+    found = compute("shares_of", [scores, chosen], (7, experts))
+    hold(found, operators.expert_gates(scores, taken, True, "sigmoid"))
+
+
+def test_what_kernels_get_begins_where_what_torch_allocates_begins() -> None:
+    """Where it begins decides the layout over threads, and the layout the order of sums."""
+    rows = normal(4, 7).bfloat16()
+    for each in (rows, rows[1:], rows[:, 1:]):
+        aligned = operators._aligned(each)
+        assert aligned.is_contiguous() and aligned.data_ptr() % 16 == 0 and torch.equal(aligned, each)
+    assert operators._aligned(rows).data_ptr() == rows.data_ptr()

@@ -1,0 +1,63 @@
+"""The kernels of learner.match_engine=exact compile for GPUs, in sizes of published models. None of them runs here."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_branch import device_compiler
+from tests.gpu_branch.device_compiler import SHARED_BYTES, Kernel
+
+AMPERE, ADA, HOPPER, BLACKWELL = SHARED_BYTES
+
+
+def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Kernel]:
+    from megatron_retool.exact import gpu_kernels as gpu
+
+    rows, hidden, inner, experts = 100, 896, 4864, 128
+
+    def launch() -> None:
+        x, wide = torch.empty(rows, hidden, dtype=dtype), torch.empty(rows, 2 * inner, dtype=dtype)
+        gpu.products(x, torch.empty(inner, hidden, dtype=dtype), torch.empty(rows, inner))
+        gpu.normalized(x, torch.empty(hidden, dtype=dtype), 1e-6, torch.empty(rows, hidden))
+        gpu.gated(wide, torch.empty(rows, inner))
+        query = torch.empty(rows, heads, size, dtype=dtype)
+        keys = torch.empty(1000, groups, size, dtype=dtype)
+        gpu.rotated(query, torch.empty(rows, size // 2), torch.empty(rows, size // 2), torch.empty(rows, heads, size))
+        counts = torch.arange(rows) + 1
+        places = torch.arange(1000, dtype=torch.int32), torch.zeros_like(counts), counts
+        gpu.attended(query, keys, keys, *places, 0.1, torch.empty(rows, heads, size))
+        logits, chosen = torch.empty(rows, experts), torch.zeros(rows, experts, dtype=torch.bool)
+        for over_all in (True, False):
+            gpu.gates_of(logits, chosen, over_all, torch.empty(rows, experts))
+        gpu.shares_of(logits, chosen, torch.empty(rows, experts))
+        gpu.sigmoids(logits, torch.empty(rows, experts))
+        gpu.log_normalizers(torch.empty(rows, 151936), torch.empty(rows, 2))
+
+    return device_compiler.kernels_of(launch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "capability", [HOPPER, *(pytest.param(each, marks=pytest.mark.slow) for each in (AMPERE, ADA, BLACKWELL))], ids=str
+)
+def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="torch's build for CPUs comes without Triton")
+    spawn = multiprocessing.get_context("spawn")
+    start: Callable[..., None] = device_compiler.compile_launches
+    with ProcessPoolExecutor(1, spawn, initializer=start, initargs=(capability, tmp_path)) as process:
+        found = []
+        for heads, groups, size in ((14, 2, 64), (32, 4, 128), (16, 4, 256)):
+            found += process.submit(_kernels, dtype, heads, groups, size).result()
+    assert len({kernel.name for kernel in found}) == 9
+    assert all(kernel.code_bytes > 0 for kernel in found)
+    assert [kernel for kernel in found if kernel.shared_bytes > SHARED_BYTES[capability]] == []
+    if capability != BLACKWELL:  # whose instructions have other names
+        products = [kernel for kernel in found if kernel.name in ("_products", "_attended")]
+        on_matrix_units = dtype == torch.bfloat16
+        assert all(any("mma" in each for each in kernel.arithmetic) is on_matrix_units for kernel in products)
