@@ -212,13 +212,21 @@ STEPS = (
         needs=("reference",),
     ),
     DoctorStep(
-        "engine_operators",
+        "exact_operators",
         ENGINE,
-        "SGLang's operators against the learner's on the same numbers, and whether a row depends on its neighbours",
-        "megatron_retool.doctor.equality_steps:engine_operators",
-        "matrix products and log-softmax are the same operations on both sides (docs/mismatch.md): another Triton or "
-        "another kernel was taken than the pinned one; " + _INSTALL,
+        "whether a row depends on its neighbours in the operators of learner.match_engine=exact",
+        "megatron_retool.doctor.exact_steps:operators",
+        "docs/mismatch.md, Exact; learner.match_engine=none trains without them",
         timeout_seconds=600,
+    ),
+    DoctorStep(
+        "engine_exact",
+        ENGINE,
+        "an engine and a learner with learner.match_engine=exact: the same log-probs to the bit",
+        "megatron_retool.doctor.exact_steps:engine",
+        "docs/mismatch.md, Exact; learner.match_engine=none trains without it",
+        timeout_seconds=600,
+        needs=("reference",),
     ),
     DoctorStep(
         "engine",

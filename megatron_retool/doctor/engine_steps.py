@@ -25,6 +25,7 @@ from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import learner_config, make_learner
 from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
 from megatron_retool.doctor.session import DoctorSession
+from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
 from sglang_rollout.engine.client import SGLangClient
@@ -148,6 +149,7 @@ def start_server(
     *,
     routed_experts: bool = False,
     weights_from_sync: bool = False,
+    exact: bool = False,
 ) -> SGLangServer:
     """A server for ``config.model.path`` on the last GPU: where there are two, weights have to cross.
 
@@ -164,6 +166,7 @@ def start_server(
         gpu_ids=gpus,
         routed_experts=routed_experts,
         weights_from_sync=weights_from_sync,
+        exact_operators=OPERATORS if exact else (),
     )
     try:
         server.start()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 NEED_GPUS = {
     "driver", "kernels_transformer_engine", "kernels_flash_attn", "kernels_apex", "learner_fp8_tensorwise",
     "learner_fp8_blockwise", "learner_fp8_mxfp8", "preload", "kernels_sglang", "engine_dense", "engine_fp8",
-    "engine_operators", "sleep_wake", "demo", "collectives_between_nodes",
+    "sleep_wake", "demo", "collectives_between_nodes",
 }  # fmt: skip
 
 
