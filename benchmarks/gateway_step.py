@@ -105,7 +105,7 @@ def main() -> None:
         setattr(deployment, "RolloutManager", AlternatingManager)  # noqa: B010
         with LeaveRequest() as leave:
             train(config, Console(stderr=True), leave)
-        report(config.run_dir)
+        report(config.trainer.run_dir)
 
 
 if __name__ == "__main__":

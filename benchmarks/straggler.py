@@ -54,7 +54,7 @@ def simulate(
     config_file: str, gpus: str, over_sampling: float, max_age: int, kept_groups: float, steps: int, seed: int
 ) -> tuple[Scenario, list[StrategyOutcome]]:
     config = load_config(config_file)
-    _, architecture = resolve_architecture(config)
+    _, architecture = resolve_architecture(config.model, config.demo)
     machines = parse_machines(gpus)
     layout = config.learner.layout(architecture)
     scenario = scenario_of(

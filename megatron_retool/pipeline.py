@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
-from megatron_retool.config import Config, ConfigError, LoraConfig, ModelConfig, load_config
+from megatron_retool.config import Config, ConfigError, DemoConfig, LoraConfig, ModelConfig, TrainerConfig, load_config
 from megatron_retool.errors import OperationError
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.summary import summarise
@@ -58,10 +58,10 @@ def run_pipeline(
         RuntimeError: a stage's command failed.
     """
     if config.trainer.resume_mode == "disable":
-        moved = set_aside(config.run_dir)
+        moved = set_aside(config.trainer.run_dir)
         if moved is not None:
             console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
-    stages = Stages(config.run_dir, console, leave)
+    stages = Stages(config.trainer.run_dir, console, leave)
     if config.demo.enable:
         try:
             config = _prepare_demo(config, config_file, overrides, stages)
@@ -81,18 +81,18 @@ def run_training(config: Config, stages: Stages, train: Train) -> int:
     """
     try:
         code = stages.call("rl", lambda: train(config, stages.console, stages.leave))
-        return code if code or config.trainer.val_only else _finish(config, stages)
+        return code if code or config.trainer.val_only else _finish(config.trainer, config.model, stages)
     except LeaveAsked:
         return stages.left()
 
 
-def _finish(config: Config, stages: Stages) -> int:
+def _finish(trainer: TrainerConfig, model: ModelConfig, stages: Stages) -> int:
     """What ``trainer.at_end`` names, of a run that reached its last step."""
-    run_dir, wanted, left = config.run_dir, config.trainer.at_end, []
+    run_dir, wanted, left = trainer.run_dir, trainer.at_end, []
     checkpoints = complete_checkpoints(run_dir)
     if "export" in wanted and checkpoints:
         export = run_dir / "export"
-        command = [*_mcore_to_hf(config.model, checkpoints[-1], export), *_predictors(config.model), "--overwrite"]
+        command = [*_mcore_to_hf(model, checkpoints[-1], export), *_predictors(model), "--overwrite"]
         stages.run("export", command, done=export, step=checkpoints[-1].step)
         left.append(f"model {export}")
     summary = summarise(run_dir, stages.seconds)
@@ -131,11 +131,19 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:
 
     ``arguments`` are the command line's: --config, file, overrides.
     """
-    base = DemoBase(config.run_dir)
-    sft = config.run_dir / "sft"
+    base = DemoBase(config.trainer.run_dir)
+    sft = config.trainer.run_dir / "sft"
     stages.run(
         "sft",
-        [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft"), *_whole_model()],
+        [
+            sys.executable,
+            "-m",
+            "megatron_retool",
+            "sft",
+            *arguments,
+            *_names(config.trainer, config.demo, config.model, "sft"),
+            *_whole_model(),
+        ],
         done=sft / COMPLETE_NAME,
     )
     stages.run("mcore_to_hf", _mcore_to_hf(config.model, complete_checkpoints(sft)[-1], base.sft_hf), done=base.sft_hf)
@@ -255,12 +263,12 @@ def _whole_model() -> list[str]:
     return [f"learner.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
 
 
-def _names(config: Config, stage: str) -> list[str]:
+def _names(trainer: TrainerConfig, demo: DemoConfig, model: ModelConfig, stage: str) -> list[str]:
     """Overrides that put a stage's own run under the pipeline's run, and leave its data where they are."""
     return [
-        f"trainer.experiment_name={config.trainer.experiment_name}/{stage}",
-        f"demo.directory={config.demo.directory}",
-        f"model.path={config.model.path}",
+        f"trainer.experiment_name={trainer.experiment_name}/{stage}",
+        f"demo.directory={demo.directory}",
+        f"model.path={model.path}",
     ]
 
 

@@ -111,7 +111,7 @@ class RolloutManager:
     ) -> None:
         self.config = config
         rollout = config.rollout
-        self.agent = make_agent(config, tokenizer, tools)
+        self.agent = make_agent(config.rollout, config.data, tokenizer, tools)
         self.task_agents = TaskAgents(config, tokenizer, tools) if is_task_agent(config.rollout) else None
         self.statistics = RolloutStatistics()
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)

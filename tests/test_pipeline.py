@@ -29,7 +29,7 @@ from megatron_retool.viewer.report import RunReport
 
 def stages(tmp_path, *overrides, leave=None):
     config = load_config(None, ["demo.enable=true", f"trainer.runs_dir={tmp_path}", *overrides])
-    found = Stages(config.run_dir, Console(quiet=True), leave)
+    found = Stages(config.trainer.run_dir, Console(quiet=True), leave)
     found.claim(base_settings(config))
     return found
 
@@ -166,7 +166,7 @@ def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
         assert config.model.path == str(tmp_path / "first" / "sft_hf")
         assert config.model.mcore_path == str(tmp_path / "first" / "sft_mcore")
         assert config.data.train_files == [str(tmp_path / "first" / "data" / "train.parquet")]
-        assert config.run_dir == tmp_path / "second"
+        assert config.trainer.run_dir == tmp_path / "second"
         assert second in (["mcore_to_hf.py"], [])
     with pytest.raises(ConfigError, match=r"second started from the base of .*first, not of .*other"):
         shutil.copytree(tmp_path / "first", tmp_path / "other")
@@ -192,7 +192,7 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
              "trainer.total_steps=1"],
         )  # fmt: skip
         made.clear()
-        assert run_training(config, Stages(config.run_dir, Console(quiet=True)), commands.train) == 0
+        assert run_training(config, Stages(config.trainer.run_dir, Console(quiet=True)), commands.train) == 0
         assert commands.ran + made == {
             "all": ["mcore_to_hf.py", "report", "summary"], "none": [], "report": ["report"]
         }[name]  # fmt: skip

@@ -80,7 +80,7 @@ def test_every_mode_is_a_configuration(tmp_path: Path, tokenizer: Any, refill: b
         )
         for mode in found.values()
     ]
-    check_agent(configs[0])
+    check_agent(configs[0].rollout)
     longest = options.tail_tokens + configs[0].data.max_prompt_length
     assert longest <= configs[0].rollout.engine.context_length
     told = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_retool.config import Config, ConfigError, RolloutConfig, ToolsConfig
+from megatron_retool.config import ConfigError, RolloutConfig, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError
@@ -364,7 +364,7 @@ def bad_arguments(name: str, arguments: Any, validator: jsonschema.Draft202012Va
     return ToolResult("bad_arguments", text)
 
 
-def check_tools(config: Config) -> None:
+def check_tools(tools: ToolsConfig, rollout: RolloutConfig) -> None:
     """Make the run's tools as a run would, and drop them again: nothing is started.
 
     Raises:
@@ -373,6 +373,6 @@ def check_tools(config: Config) -> None:
     from code_interpreter.client import CodeInterpreterClient
 
     registry = ToolRegistry.from_config(
-        config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
+        tools, rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
     )
-    registry.check_resuming(config.rollout)
+    registry.check_resuming(rollout)

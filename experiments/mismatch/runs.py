@@ -219,7 +219,7 @@ def make_base(output: Path, experiment: Experiment, quick: bool, console: Consol
         config = load_config(config_file, overrides)
     arguments = ["--config", str(config_file), *overrides]
     with lock(output, name, wait=True):
-        stages = Stages(config.run_dir, console)
+        stages = Stages(config.trainer.run_dir, console)
         stages.claim(base_settings(config))
         stages.run(
             "make-demo",
@@ -227,4 +227,4 @@ def make_base(output: Path, experiment: Experiment, quick: bool, console: Consol
             done=Path(config.model.path),
         )
         fine_tune(config, stages, arguments)
-    return find_base(config.run_dir, experiment)
+    return find_base(config.trainer.run_dir, experiment)

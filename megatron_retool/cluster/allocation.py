@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
-from megatron_retool.config import ClusterConfig, Config, ConfigError, load_config
+from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, load_config
 
 _TABLE_ROWS = 64
 """Longest placement that is printed; the sum says enough of larger ones."""
@@ -81,7 +81,9 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
         placement = plan_placement(config) if gpus_per_node == 0 else _gpu_placement(config)
         check_weight_sync(config.weight_sync, config.rollout, placement)
         needed = len({gpu for slot in placement.slots for gpu in slot.gpus})
-    return Allocation(config, needed, tuple(_warnings(config, needed, sft)), placement)
+    return Allocation(
+        config, needed, tuple(_warnings(config.cluster, config.learner, config.rollout, needed, sft)), placement
+    )
 
 
 def _on(config: Config, nodes: int, gpus_per_node: int) -> Config:
@@ -137,8 +139,10 @@ def _demand(config: Config, sft: bool) -> str:
     return f"{text}, {link} {engine.count} engines x TP {engine.tensor_parallel_size}"
 
 
-def _warnings(config: Config, needed: int, sft: bool) -> list[str]:
-    per_node, nodes = config.cluster.gpus_per_node, config.cluster.nodes
+def _warnings(
+    cluster: ClusterConfig, learner: LearnerConfig, rollout: RolloutConfig, needed: int, sft: bool
+) -> list[str]:
+    per_node, nodes = cluster.gpus_per_node, cluster.nodes
     if not per_node:
         return []
     found = []
@@ -147,8 +151,8 @@ def _warnings(config: Config, needed: int, sft: bool) -> list[str]:
         knobs = "learner.world_size" if sft else "learner.world_size or rollout.engine.count"
         found.append(f"{idle} of {nodes * per_node} GPUs stay idle: raise {knobs}, or ask for fewer nodes")
     for key, size in (
-        ("learner.tensor_model_parallel_size", config.learner.tensor_model_parallel_size),
-        ("rollout.engine.tensor_parallel_size", 1 if sft else config.rollout.engine.tensor_parallel_size),
+        ("learner.tensor_model_parallel_size", learner.tensor_model_parallel_size),
+        ("rollout.engine.tensor_parallel_size", 1 if sft else rollout.engine.tensor_parallel_size),
     ):
         if per_node % min(size, per_node) or size > per_node:
             found.append(
@@ -186,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     for warning in allocation.warnings:
         console.print(f"[yellow]warning:[/] {escape(warning)}")
     values = {
-        "run_dir": str(config.run_dir.absolute()),
+        "run_dir": str(config.trainer.run_dir.absolute()),
         "experiment_name": config.trainer.experiment_name,
         "nodes": str(allocation.config.cluster.nodes),
         "gpus_per_node": str(allocation.config.cluster.gpus_per_node),

@@ -32,7 +32,7 @@ from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, 
 from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.cluster.stopped_processes import end_stopped_processes
 from megatron_retool.cluster.teachers import Teachers, check_teacher_files
-from megatron_retool.config import Config, save_config
+from megatron_retool.config import Config, DataConfig, TrainerConfig, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.errors import OperationError
@@ -70,7 +70,7 @@ class Deployment:
         self.config = config
         self.console = console
         self.with_learner = with_learner
-        self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
+        self.watchdog = HangWatchdog(config.trainer, console, self._stacks_of_nodes)
         self.write_errors = WriteErrors(console)
         self.activities = Activities(console)
         self._starting = self.watchdog.watch_start(StepTimer())
@@ -102,11 +102,11 @@ class Deployment:
         client = await self._sandbox_client(placement)
         self.tools = ToolRegistry.from_config(config.tools, config.rollout.multi_turn.tools, code_interpreter=client)
         # An engine that has to find texts in what it samples needs the tokenizer.
-        agent = make_agent(config, tokenizer, self.tools)
+        agent = make_agent(config.rollout, config.data, tokenizer, self.tools)
         self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools)
         if self.with_learner:
             self.prompts = PromptSource(config.data, tokenizer, self.tools, config.trainer.seed)
-            self.total_steps = total_training_steps(config, len(self.prompts))
+            self.total_steps = total_training_steps(config.trainer, config.data, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
             check_data_sources(config.reward, self.prompts.data_sources)
         check_reward(config.reward, next(iter(self.validation_prompts), None))
@@ -128,10 +128,10 @@ class Deployment:
         await asyncio.sleep(0)  # starting takes seconds in which nothing is awaited: here it can be cancelled
         await self._start_tools(placement, client)
         await asyncio.sleep(0)
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, config.run_dir / "config.yaml")
-        record_environment(config.run_dir)
-        tokenizer.save_pretrained(config.run_dir / "tokenizer")
+        config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.trainer.run_dir / "config.yaml")
+        record_environment(config.trainer.run_dir)
+        tokenizer.save_pretrained(config.trainer.run_dir / "tokenizer")
 
         if placement.gpus_per_node or config.cluster.nodes > 1:
             self.console.print(placement.table())
@@ -184,7 +184,7 @@ class Deployment:
             )
         )
         if self.with_learner:
-            changes = EngineChanges(config.run_dir, self.engines, self.weights, self.rollout.engines, self._say)
+            changes = EngineChanges(config.trainer.run_dir, self.engines, self.weights, self.rollout.engines, self._say)
             await self._stack.enter_async_context(changes.followed())
 
     async def _start_engines(self) -> None:
@@ -257,7 +257,7 @@ class Deployment:
         config = self.config
         if placement.sandboxes and config.cluster.nodes > 1:
             # Each node has a server, which ``self.sandboxes`` starts once Ray is there.
-            self.sandboxes = SandboxGroup(config, self.console)
+            self.sandboxes = SandboxGroup(config.tools.code_interpreter, config.trainer.run_dir, self.console)
             return self.sandboxes.client
         if placement.sandboxes:
             return CodeInterpreterClient([])
@@ -270,7 +270,7 @@ class Deployment:
         if placement.sandboxes and self.sandboxes is None:
             assert client is not None
             interpreter = self.config.tools.code_interpreter
-            log_file = self.config.run_dir / "logs" / "code_interpreter.log"
+            log_file = self.config.trainer.run_dir / "logs" / "code_interpreter.log"
             server = SandboxServerProcess(interpreter, port=interpreter.port, log_file=log_file)
             with self.activities.part("starting the code interpreter"):
                 client.put_server(0, server.start())
@@ -294,11 +294,11 @@ class Deployment:
         return self._tokenizer.decode(trajectory.prompt_ids), self._tokenizer.decode(trajectory.response_ids)
 
 
-def total_training_steps(config: Config, num_prompts: int) -> int:
+def total_training_steps(trainer: TrainerConfig, data: DataConfig, num_prompts: int) -> int:
     """``trainer.total_steps``, or as many as ``total_epochs`` passes over the prompts take."""
-    if config.trainer.total_steps is not None:
-        return config.trainer.total_steps
-    return config.trainer.total_epochs * math.ceil(num_prompts / config.data.train_batch_size)
+    if trainer.total_steps is not None:
+        return trainer.total_steps
+    return trainer.total_epochs * math.ceil(num_prompts / data.train_batch_size)
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -68,7 +68,7 @@ class EngineWorker:
         self.gpus = gpus
         self.other_nodes = other_nodes
         self.part = part
-        self.logs = config.run_dir.absolute() / "logs"
+        self.logs = config.trainer.run_dir.absolute() / "logs"
         self.name = f"engine_{index}" + (f"_node_{part}" if part else "")
         redirect_output(self.logs / f"{self.name}_actor.log")
         self.engine: EngineServer | None = None

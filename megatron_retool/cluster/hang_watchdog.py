@@ -25,7 +25,7 @@ from typing import TextIO
 import psutil
 from rich.console import Console
 
-from megatron_retool.config import Config
+from megatron_retool.config import TrainerConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -53,13 +53,13 @@ class HangWatchdog:
 
     def __init__(
         self,
-        config: Config,
+        trainer: TrainerConfig,
         console: Console,
         remote_stacks: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        self._logs = config.run_dir / "logs"
-        self._settings = config.trainer
-        self._abort = config.trainer.hang_action == "abort"
+        self._logs = trainer.run_dir / "logs"
+        self._settings = trainer
+        self._abort = trainer.hang_action == "abort"
         self._console = console
         self._remote_stacks = remote_stacks
         self._timers: weakref.WeakKeyDictionary[StepTimer, str] = weakref.WeakKeyDictionary()

@@ -90,7 +90,7 @@ class LearnerWorker:
             devices = visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
             chosen = GPU_ENVIRONMENT | (BROADCAST_ENVIRONMENT if config.weight_sync.method in BROADCASTS else {})
             os.environ.update(chosen | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
-        redirect_output(config.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
+        redirect_output(config.trainer.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and port on this node for torch.distributed."""
@@ -248,7 +248,7 @@ class LearnerWorker:
             return
         from megatron_retool.learner.profiler import StepRecorder
 
-        self.recorder = StepRecorder(profiler, self.config.run_dir.absolute() / "profile", self.role, self.rank)
+        self.recorder = StepRecorder(profiler, self.config.trainer.run_dir.absolute() / "profile", self.role, self.rank)
         self.recorder.begin(step)
 
     def end_profile(self) -> RankProfile | None:
@@ -317,7 +317,7 @@ class LearnerGroup:
         self.workers: list[Any] = [
             remote.options(
                 **placement.learner_options(rank, role),
-                runtime_env={"env_vars": own} | nsight_environment(config, role, rank, own),
+                runtime_env={"env_vars": own} | nsight_environment(config.trainer, role, rank, own),
                 max_concurrency=1,
             ).remote(config, role, rank, placement.gpus(role, rank), engine_key())
             for rank in range(config.learner.world_size)
@@ -538,7 +538,7 @@ class LearnerGroup:
         return self._rows.without_rows(batch)
 
     def _died(self, rank: int, error: BaseException) -> LearnerDied:
-        log = self.config.run_dir / "logs" / f"{self.role}_rank{rank}.log"
+        log = self.config.trainer.run_dir / "logs" / f"{self.role}_rank{rank}.log"
         node = f" on {self.nodes[rank]}" if self.nodes else ""
         what = {Severity.DEATH: "died", Severity.OUT_OF_STEP: "left the others waiting"}.get(
             severity(error), "lost its device or its links"

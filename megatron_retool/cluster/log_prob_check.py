@@ -107,7 +107,9 @@ class LogProbCheck:
         self._pending = [url for url in urls if url not in self._checked]
         if self._pending:
             if not self._ids:
-                self._ids = fixed_text(self._tokenizer, vocabulary_size(self._config, self._tokenizer), self._length())
+                self._ids = fixed_text(
+                    self._tokenizer, vocabulary_size(self._config.model, self._tokenizer), self._length()
+                )
             found = await learner.log_probs(as_batch(self._ids), sampling=SamplingSettings())
             self._learner_log_probs = found["log_probs"]
 
@@ -230,9 +232,9 @@ def fixed_text(tokenizer: Any, vocabulary: int, length: int) -> list[int]:
     return ids[:length]
 
 
-def vocabulary_size(config: Config, tokenizer: Any) -> int:
+def vocabulary_size(model: ModelConfig, tokenizer: Any) -> int:
     """Rows of the model's embedding, where its config.json is here; else as many as the tokenizer has ids."""
-    return int(_of_model(config.model, "vocab_size") or len(tokenizer))
+    return int(_of_model(model, "vocab_size") or len(tokenizer))
 
 
 def as_batch(ids: Sequence[int]) -> TrajectoryBatch:

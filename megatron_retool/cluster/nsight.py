@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.config import Config
+from megatron_retool.config import TrainerConfig
 
 
-def nsight_environment(config: Config, role: str, rank: int, environment: Mapping[str, str]) -> dict[str, Any]:
+def nsight_environment(trainer: TrainerConfig, role: str, rank: int, environment: Mapping[str, str]) -> dict[str, Any]:
     """What a rank's runtime_env holds besides, so that it runs under `nsys profile`; nothing where it is not to.
 
     nsys records from cudaProfilerStart to cudaProfilerStop, once for each of trainer.profiler.steps, into
     profile/<role>_rank<rank>_<pid>.nsys-rep of the run.
     """
-    profiler = config.trainer.profiler
+    profiler = trainer.profiler
     if profiler.tool != "nsys" or not profiler.records(rank):
         return {}
-    directory = config.run_dir.absolute() / "profile"
+    directory = trainer.run_dir.absolute() / "profile"
     directory.mkdir(parents=True, exist_ok=True)
     options = {name: str(value) for name, value in profiler.nsys_options.items()}
     options |= {

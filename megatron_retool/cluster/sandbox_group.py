@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from code_interpreter.client import CodeInterpreterClient
 from code_interpreter.process import RETRY_SECONDS, SandboxServerError, SandboxServerProcess
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import lost_nodes, node_address, redirect_output, resolved, stop_actors
-from megatron_retool.config import Config
+from megatron_retool.config import CodeInterpreterConfig
 
 CHECK_SECONDS = 1.0
 
@@ -27,13 +28,13 @@ class SandboxWorker:
     The server listens only on the node's address in Ray's network, and demands ``token``.
     """
 
-    def __init__(self, config: Config, index: int, token: str) -> None:
-        logs = config.run_dir.absolute() / "logs"
+    def __init__(self, config: CodeInterpreterConfig, run_dir: Path, index: int, token: str) -> None:
+        logs = run_dir.absolute() / "logs"
         redirect_output(logs / f"code_interpreter_{index}_actor.log")
         self.server = SandboxServerProcess(
-            config.tools.code_interpreter,
+            config,
             host=node_address(),
-            port=config.tools.code_interpreter.port,
+            port=config.port,
             token=token,
             log_file=logs / f"code_interpreter_{index}.log",
         )
@@ -60,8 +61,9 @@ class SandboxGroup:
     with it, and the others continue.
     """
 
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(self, config: CodeInterpreterConfig, run_dir: Path, console: Console) -> None:
         self.config = config
+        self.run_dir = run_dir
         self.console = console
         # Whoever reaches a port of the cluster's network could run code on its nodes.
         self._token = secrets.token_urlsafe(32)
@@ -89,7 +91,7 @@ class SandboxGroup:
 
     def _worker(self, index: int) -> Any:
         options = self._placement.sandbox_options(index)
-        return ray.remote(SandboxWorker).options(**options).remote(self.config, index, self._token)
+        return ray.remote(SandboxWorker).options(**options).remote(self.config, self.run_dir, index, self._token)
 
     async def _ensure(self, index: int) -> bool:
         """Have server ``index`` run; whether it had to be started."""

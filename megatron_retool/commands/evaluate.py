@@ -46,8 +46,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_paths(config, prompts=["val_files"])  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run
 
-    check_run(config)
-    check_evaluation(config.run_dir)
+    check_run(config.trainer, config.learner, config.cluster)
+    check_evaluation(config.trainer.run_dir)
     if not is_checkpoint(Path(config.model.path)) and not is_made_by_the_demo(config.demo, config.model.path):
         check_model(config, learns=False)
     check_extensions(config)
@@ -61,6 +61,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
             config, Path(scratch) / "model", functools.partial(console.print, markup=False, highlight=False)
         )
         check_model(config, learns=False)
-        with run_lock(config.run_dir, "evaluate"):
+        with run_lock(config.trainer.run_dir, "evaluate"):
             run_async(evaluate_model(config, console))
     return 0

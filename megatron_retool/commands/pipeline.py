@@ -75,12 +75,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
-    check_run(config)
+    check_run(config.trainer, config.learner, config.cluster)
     check_extensions(config)
-    check_named_metrics(config)
+    check_named_metrics(config.trainer, config.data, config.rollout)
     if not config.demo.enable:
         check_model(config, learns=True)
     from megatron_retool.pipeline import run_pipeline
 
-    with LeaveRequest() as leave, interrupts(), run_lock(config.run_dir, "pipeline"):
+    with LeaveRequest() as leave, interrupts(), run_lock(config.trainer.run_dir, "pipeline"):
         return run_pipeline(config, path, options.overrides, console, train, leave)

@@ -42,7 +42,7 @@ def on_base(config: Config, options: argparse.Namespace) -> Config:
 
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:
     """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
-    with interrupts(end_at_once, how_to_go_on=lambda: how_to_go_on(config)):
+    with interrupts(end_at_once, how_to_go_on=lambda: how_to_go_on(config.trainer)):
         from megatron_retool.cluster.hang_watchdog import RunHung
         from megatron_retool.loop.train import train as loop
 

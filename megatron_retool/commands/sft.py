@@ -44,13 +44,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_paths(config, stages=True)  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_model, check_run
 
-    check_run(config)
+    check_run(config.trainer, config.learner, config.cluster)
     check_model_path(config.model.path)
     check_model(config, learns=True)
     from megatron_retool.sft.launch import fine_tune
 
     # Under torchrun or srun the ranks are one run, and the first of them holds its lock.
     first = os.environ.get("RANK", "0") == "0"
-    lock = run_lock(config.run_dir, "sft") if first else contextlib.nullcontext()
-    with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config)), lock:
+    lock = run_lock(config.trainer.run_dir, "sft") if first else contextlib.nullcontext()
+    with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config.trainer)), lock:
         return 0 if fine_tune(config, console, leave) else REQUEUE

@@ -74,8 +74,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory() as temporary, run_lock(options.directory, "tinker"):
         config = with_exported_model(source.config, Path(temporary) / "model", say)
         config = server_config(config, options.directory)
-        context = context_length(config)
-        model = served_model(config, source.name, context, on_this_machine=near)
+        context = context_length(config.rollout, config.model)
+        model = served_model(config.model, config.learner, config.tinker, source.name, context, on_this_machine=near)
 
         async def work() -> None:
             from megatron_retool.tinker.deployment import FATAL, TinkerDeployment
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             async with (
                 TinkerDeployment(config, context, say) as processes,
                 TinkerService(
-                    config.tinker, model, processes.learner, processes.sampler, config.run_dir, fatal=FATAL
+                    config.tinker, model, processes.learner, processes.sampler, config.trainer.run_dir, fatal=FATAL
                 ) as service,
                 TinkerServer(service, host=options.host, port=options.port, api_key=key) as server,
             ):

@@ -46,16 +46,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
-    check_run(config)
+    check_run(config.trainer, config.learner, config.cluster)
     if not is_made_by_the_demo(config.demo, config.model.path):
         check_model(config, learns=True)
     check_extensions(config)
-    check_named_metrics(config)
+    check_named_metrics(config.trainer, config.data, config.rollout)
     config = running.on_base(config, options)
     with naming_the_base(config):
         check_model_path(config.model.path)
         check_model(config, learns=True)
     from megatron_retool.pipeline import Stages, run_training
 
-    with naming_the_base(config), LeaveRequest() as leave, interrupts(), run_lock(config.run_dir, "train"):
-        return run_training(config, Stages(config.run_dir, console, leave), running.train)
+    with naming_the_base(config), LeaveRequest() as leave, interrupts(), run_lock(config.trainer.run_dir, "train"):
+        return run_training(config, Stages(config.trainer.run_dir, console, leave), running.train)

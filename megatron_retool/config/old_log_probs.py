@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_retool.algorithms.settings import BUILT_IN
+from megatron_retool.config.algorithm import AlgorithmConfig
+from megatron_retool.config.data import DataConfig
 from megatron_retool.config.learner import LearnerConfig
-from megatron_retool.config.tree import Config
+from megatron_retool.config.rollout import RolloutConfig
 from megatron_retool.registry import Need
 
 
@@ -48,9 +50,9 @@ class OldLogProbsSource:
         return f"old log-probs: {where} ({self.reason})"
 
 
-def expected_updates(config: Config) -> int:
+def expected_updates(learner: LearnerConfig, data: DataConfig, rollout: RolloutConfig) -> int:
     """Mini-batches of a step that has all its responses."""
-    return number_of_updates(config.learner, config.data.train_batch_size * config.rollout.train.n)
+    return number_of_updates(learner, data.train_batch_size * rollout.train.n)
 
 
 def number_of_updates(learner: LearnerConfig, rollouts: int) -> int:
@@ -58,17 +60,19 @@ def number_of_updates(learner: LearnerConfig, rollouts: int) -> int:
     return max(1, round(rollouts / learner.mini_batch_size))
 
 
-def old_log_probs_source(config: Config, updates: int, cut_rollouts: int = 0) -> OldLogProbsSource:
+def old_log_probs_source(
+    learner: LearnerConfig, algorithm: AlgorithmConfig, updates: int, cut_rollouts: int = 0
+) -> OldLogProbsSource:
     """What learner.fuse_old_log_probs comes to in a step.
 
     Args:
         updates: mini-batches of the step.
         cut_rollouts: rollouts whose rows do not share a micro-batch (``algorithms.sequence_balance.cut_rollouts``).
     """
-    setting = config.learner.fuse_old_log_probs
-    if config.algorithm.rollout_correction.bypass_old_log_probs:
+    setting = learner.fuse_old_log_probs
+    if algorithm.rollout_correction.bypass_old_log_probs:
         return OldLogProbsSource(OldLogProbs.ENGINE, "algorithm.rollout_correction.bypass_old_log_probs=true")
-    needed = None if setting == "never" else _needs_the_pass(config, updates, cut_rollouts)
+    needed = None if setting == "never" else _needs_the_pass(algorithm, learner, updates, cut_rollouts)
     if needed is not None:
         return OldLogProbsSource(OldLogProbs.PASS, needed)
     asked = f"learner.fuse_old_log_probs={setting}"
@@ -81,9 +85,9 @@ def old_log_probs_source(config: Config, updates: int, cut_rollouts: int = 0) ->
     return OldLogProbsSource(OldLogProbs.FIRST_UPDATE, f"{asked}, and {updates} updates follow a batch")
 
 
-def _needs_the_pass(config: Config, updates: int, cut_rollouts: int) -> str | None:
+def _needs_the_pass(algorithm: AlgorithmConfig, learner: LearnerConfig, updates: int, cut_rollouts: int) -> str | None:
     """What asks for the old log-probs of the whole batch before the first update; None: nothing does."""
-    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    correction = algorithm.rollout_correction
     key = "algorithm.rollout_correction"
     if correction.batch_k3_limit is not None:
         return f"{key}.batch_k3_limit={correction.batch_k3_limit} judges the whole batch before the update"
@@ -104,7 +108,7 @@ def _needs_the_pass(config: Config, updates: int, cut_rollouts: int) -> str | No
         return "algorithm.advantage=reverse_kl is made of old log-probs"
     if algorithm.advantage not in BUILT_IN["advantage"]:
         return f"algorithm.advantage={algorithm.advantage} is given old log-probs and entropy"
-    replay = config.learner.routing_replay
+    replay = learner.routing_replay
     if replay == "old_log_probs":
         return f"learner.routing_replay={replay} records the experts of that pass"
     if replay != "none" and updates > 1:
@@ -112,6 +116,6 @@ def _needs_the_pass(config: Config, updates: int, cut_rollouts: int) -> str | No
     if cut_rollouts:
         return (
             f"{cut_rollouts} rollouts of several rows exceed learner.max_tokens_per_micro_batch="
-            f"{config.learner.max_tokens_per_micro_batch}: the rollout correction judges them as a whole"
+            f"{learner.max_tokens_per_micro_batch}: the rollout correction judges them as a whole"
         )
     return None

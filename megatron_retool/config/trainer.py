@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
@@ -133,6 +134,11 @@ class TrainerConfig:
     """Function of metrics -> keyword arguments of it."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """What the learner's processes do within chosen steps."""
+
+    @property
+    def run_dir(self) -> Path:
+        """runs/<experiment_name>, where everything the run leaves behind lies."""
+        return Path(self.runs_dir) / self.experiment_name
 
     def check(self) -> None:
         """Raise ConfigError where the run's name is none, or settings of this section contradict each other."""

@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_retool.config.algorithm import AlgorithmConfig
@@ -48,11 +47,6 @@ class Config:
     sft: SFTConfig = field(default_factory=SFTConfig)
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     demo: DemoConfig = field(default_factory=DemoConfig)
-
-    @property
-    def run_dir(self) -> Path:
-        """runs/<experiment_name>, where everything the run leaves behind lies."""
-        return Path(self.trainer.runs_dir) / self.trainer.experiment_name
 
     @property
     def trains_draft(self) -> bool:
@@ -103,7 +97,7 @@ def validate(config: Config) -> None:
         )
     if algorithm.keeps_reference and not algorithm.distillation.paths:
         learner.lora.check_reference()
-    _check_teachers(config)
+    _check_teachers(config.algorithm, config.learner, config.rollout)
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:
         raise ConfigError(
@@ -115,7 +109,7 @@ def validate(config: Config) -> None:
             f"weight_sync.round_to={config.weight_sync.round_to} imitates a quantised engine, and "
             f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
         )
-    _check_engines(config)
+    _check_engines(config.rollout, config.learner, config.weight_sync)
     _check_readers(config)
     if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
         raise ConfigError(
@@ -136,7 +130,7 @@ def validate(config: Config) -> None:
             "choose disaggregated, or staleness 0"
         )
     if config.trainer.mode == "async":
-        _check_async(config)
+        _check_async(config.rollout, config.algorithm, config.cluster)
     for number, stage in enumerate(config.sft.stages):
         if stage.loss == "top_k" and learner.mtp.train:
             raise ConfigError(
@@ -144,17 +138,17 @@ def validate(config: Config) -> None:
                 "tokens that were written: set that to false"
             )
     if config.weight_sync.delta:
-        _check_delta(config)
+        _check_delta(config.weight_sync, config.rollout, config.learner)
     if config.weight_sync.method == "sharded":
-        _check_sharded(config)
+        _check_sharded(config.weight_sync, config.rollout, config.learner)
     if learner.match_engine == "exact":
-        _check_exact(config)
+        _check_exact(config.learner, config.rollout, config.weight_sync)
 
 
-def _check_async(config: Config) -> None:
+def _check_async(rollout: RolloutConfig, algorithm: AlgorithmConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError where a setting does not go with trainer.mode=async."""
-    rollout, dynamic = config.rollout, config.algorithm.dynamic_sampling
-    colocated = config.cluster.placement == "colocated" and bool(config.cluster.gpus_per_node)
+    dynamic = algorithm.dynamic_sampling
+    colocated = cluster.placement == "colocated" and bool(cluster.gpus_per_node)
     reasons = {
         "cluster.placement=colocated": (
             colocated,
@@ -188,16 +182,16 @@ def _refuse_first(subject: str, reasons: Mapping[str, tuple[bool, str]], otherwi
             raise ConfigError(f"{setting} does not go with {subject}: {why}{otherwise}")
 
 
-def _check_teachers(config: Config) -> None:
+def _check_teachers(algorithm: AlgorithmConfig, learner: LearnerConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError where teachers would score another distribution than the one that is sampled."""
-    if len(config.algorithm.distillation.paths) > 1 and config.learner.share_prefixes:
+    if len(algorithm.distillation.paths) > 1 and learner.share_prefixes:
         raise ConfigError(
             "learner.share_prefixes=true does not go with several teachers in the learner, which read their rows "
             "apart: set it to false"
         )
-    train = config.rollout.train
+    train = rollout.train
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    for name, value in whole.items() if config.algorithm.distillation.teachers else ():
+    for name, value in whole.items() if algorithm.distillation.teachers else ():
         if getattr(train, name) != value:
             raise ConfigError(
                 f"algorithm.distillation.teachers score at temperature 1 over the whole vocabulary, and "
@@ -221,12 +215,12 @@ def default_values() -> Mapping[str, Any]:
     return {key: value for key, _, value in walk(Config())}
 
 
-def _check_engines(config: Config) -> None:
+def _check_engines(rollout: RolloutConfig, learner: LearnerConfig, sync: WeightSyncConfig) -> None:
     """What engines' settings say of weight sync, placement and replay."""
-    engine, sync = config.rollout.engine, config.weight_sync
+    engine = rollout.engine
     speculative = engine.speculative
-    if config.learner.lora.sends_adapter:
-        _check_adapter_sync(config.rollout, config.weight_sync)
+    if learner.lora.sends_adapter:
+        _check_adapter_sync(rollout, sync)
     if sync.verify and (engine.expert_parallel_size or 1) * engine.attention_data_parallel_size > 1:
         raise ConfigError(
             "weight_sync.verify=true knows how engines split matrices over all their GPUs, and not how they lay them "
@@ -235,7 +229,7 @@ def _check_engines(config: Config) -> None:
     if speculative.algorithm is None:
         return
     said = f"rollout.engine.speculative.algorithm={speculative.algorithm}"
-    if config.learner.routing_replay == "rollout":
+    if learner.routing_replay == "rollout":
         raise ConfigError(
             f"{said} does not go with learner.routing_replay=rollout: which of the guessed tokens' experts stay is not "
             "known to be right. Set routing_replay to old_log_probs or none"
@@ -275,9 +269,9 @@ def _check_adapter_sync(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -
         )
 
 
-def _check_exact(config: Config) -> None:
+def _check_exact(learner: LearnerConfig, rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raise ConfigError where engine and learner cannot compute the same numbers."""
-    learner, engine, train = config.learner, config.rollout.engine, config.rollout.train
+    engine, train = rollout.engine, rollout.train
     one = {
         "learner.tensor_model_parallel_size": learner.tensor_model_parallel_size,
         "learner.context_parallel_size": learner.context_parallel_size,
@@ -299,8 +293,8 @@ def _check_exact(config: Config) -> None:
             f"both compute on one kind of device: set it to {learner.device}, which learner.device is",
         ),
         f"rollout.engine.quantization={engine.quantization}": (engine.quantization is not None, "set it to null"),
-        f"weight_sync.round_to={config.weight_sync.round_to}": (
-            config.weight_sync.round_to is not None,
+        f"weight_sync.round_to={weight_sync.round_to}": (
+            weight_sync.round_to is not None,
             "engines would have other weights: set it to null",
         ),
         f"learner.lora.rank={learner.lora.rank}": (bool(learner.lora.rank), "adapters are missing: set it to 0"),
@@ -312,9 +306,9 @@ def _check_exact(config: Config) -> None:
     _refuse_first("learner.match_engine=exact", reasons, ", or set that to none")
 
 
-def _check_delta(config: Config) -> None:
+def _check_delta(sync: WeightSyncConfig, rollout: RolloutConfig, learner: LearnerConfig) -> None:
     """Raise ConfigError where only changes cannot be sent."""
-    engine, sync = config.rollout.engine, config.weight_sync
+    engine = rollout.engine
     reasons = {
         "weight_sync.method=disk": (sync.method == "disk", "engines read whole checkpoints: take another method"),
         f"rollout.engine.backend={engine.backend}": (
@@ -329,14 +323,14 @@ def _check_delta(config: Config) -> None:
             (engine.expert_parallel_size or 1) > 1,
             "checksums of experts under it are not known: set it to 1",
         ),
-        "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
+        "learner.lora.sync=adapter": (learner.lora.sends_adapter, "adapters are small already"),
     }
     _refuse_first("weight_sync.delta=true", reasons, ", or set delta to false")
 
 
-def _check_sharded(config: Config) -> None:
+def _check_sharded(sync: WeightSyncConfig, rollout: RolloutConfig, learner: LearnerConfig) -> None:
     """Raise ConfigError where weights cannot come in parts."""
-    engine, sync = config.rollout.engine, config.weight_sync
+    engine = rollout.engine
     reasons = {
         f"rollout.engine.backend={engine.backend}": (
             engine.backend != "sglang",
@@ -355,7 +349,7 @@ def _check_sharded(config: Config) -> None:
             "no rank has the whole tensors, whose checksums the engines say: set it to false",
         ),
         "weight_sync.delta=true": (sync.delta, "its checksums are those of whole tensors: set it to false"),
-        "learner.lora.sync=adapter": (config.learner.lora.sends_adapter, "adapters are small already"),
+        "learner.lora.sync=adapter": (learner.lora.sends_adapter, "adapters are small already"),
     }
     _refuse_first("weight_sync.method=sharded", reasons, ", or take another method")
 

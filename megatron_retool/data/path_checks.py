@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from conversion.files.safetensors_headers import HFCheckpointError, check_tensors, check_weight_files
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import MalformedConfig, UnsupportedArchitecture
-from megatron_retool.config import Config, ConfigError, DemoConfig, ModelConfig
+from megatron_retool.config import Config, ConfigError, DataConfig, DemoConfig, ModelConfig, SFTConfig
 from megatron_retool.config.model import check_model_path
 from megatron_retool.data.folders import REASONING_GYM, DataError, data_files
 from megatron_retool.data.tokenizer import check_tokenizer_files, check_vocabulary
@@ -30,29 +31,33 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
     Raises:
         ConfigError: the message names key and cure.
     """
-    check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
-    if (config.run_dir / "metrics.jsonl").is_dir():
-        raise ConfigError(f"{config.run_dir / 'metrics.jsonl'} is a directory, where a run writes a file: move it away")
+    check_directory("trainer.runs_dir and trainer.experiment_name", config.trainer.run_dir)
+    if (config.trainer.run_dir / "metrics.jsonl").is_dir():
+        raise ConfigError(
+            f"{config.trainer.run_dir / 'metrics.jsonl'} is a directory, where a run writes a file: move it away"
+        )
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face directory or a hub id")
     for name in prompts:
-        _check_files(config, f"data.{name}", getattr(config.data, name), _read_prompts)
+        _check_files(config.demo, f"data.{name}", getattr(config.data, name), partial(_read_prompts, config.data))
     if stages:
-        check_stage_files(config)
+        check_stage_files(config.sft, config.demo, config.model)
     if not is_made_by_the_demo(config.demo, config.model.path):
         check_model_files(config.model)
 
 
-def check_stage_files(config: Config) -> None:
+def check_stage_files(sft: SFTConfig, demo: DemoConfig, model: ModelConfig) -> None:
     """Raise ConfigError where sft.stages lack a file, or one is missing, of another kind, or small and wrong."""
-    if not config.sft.stages:
+    if not sft.stages:
         raise ConfigError("sft.stages is empty: name at least one stage with train_files")
-    for number, stage in enumerate(config.sft.stages):
+    for number, stage in enumerate(sft.stages):
         if not stage.train_files:
             raise ConfigError(f"sft.stages[{number}].train_files is empty: name at least one file")
-        read = {"dpo": _read_pairs, "top_k": _read_scored}.get(stage.loss, _read_conversations)
-        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, read)
-        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, read)
+        read = {"dpo": partial(_read_pairs, sft), "top_k": partial(_read_scored, model)}.get(
+            stage.loss, partial(_read_conversations, sft)
+        )
+        _check_files(demo, f"sft.stages[{number}].train_files", stage.train_files, read)
+        _check_files(demo, f"sft.stages[{number}].val_files", stage.val_files, read)
 
 
 def check_model_files(model: ModelConfig) -> None:
@@ -115,43 +120,40 @@ def _is_read_only(place: Path) -> bool:
     return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
 
 
-def _check_files(
-    config: Config, key: str, sources: Iterable[str], read: Callable[[Config, Sequence[str]], object]
-) -> None:
+def _check_files(demo: DemoConfig, key: str, sources: Iterable[str], read: Callable[[Sequence[str]], object]) -> None:
     for source in sources:
-        if source.startswith(REASONING_GYM) or is_made_by_the_demo(config.demo, source):
+        if source.startswith(REASONING_GYM) or is_made_by_the_demo(demo, source):
             continue
         try:
-            read(config, [file for file in data_files(source) if os.path.getsize(file) <= _READ_AT_ONCE_BYTES])
+            read([file for file in data_files(source) if os.path.getsize(file) <= _READ_AT_ONCE_BYTES])
         except DataError as error:
             raise ConfigError(f"{key}: {error}") from None
 
 
-def _read_prompts(config: Config, files: Sequence[str]) -> object:
+def _read_prompts(data: DataConfig, files: Sequence[str]) -> object:
     from megatron_retool.data.prompt_files import read_prompts
 
-    return read_prompts(files, config.data.prompt_key, config.data.question_instruction)
+    return read_prompts(files, data.prompt_key, data.question_instruction)
 
 
-def _read_conversations(config: Config, files: Sequence[str]) -> object:
+def _read_conversations(sft: SFTConfig, files: Sequence[str]) -> object:
     from megatron_retool.data.sft_dataset import read_conversations
 
-    return [read_conversations(file, config.sft.messages_key, config.sft.tools_key) for file in files]
+    return [read_conversations(file, sft.messages_key, sft.tools_key) for file in files]
 
 
-def _read_pairs(config: Config, files: Sequence[str]) -> object:
+def _read_pairs(sft: SFTConfig, files: Sequence[str]) -> object:
     from megatron_retool.data.preference_dataset import read_pairs
 
-    sft = config.sft
     return [read_pairs(file, sft.prompt_key, sft.chosen_key, sft.rejected_key, sft.tools_key) for file in files]
 
 
-def _read_scored(config: Config, files: Sequence[str]) -> object:
+def _read_scored(model: ModelConfig, files: Sequence[str]) -> object:
     from megatron_retool.data.scored_dataset import read_scored
 
-    directory = Path(config.model.path)
+    directory = Path(model.path)
     known = (directory / "config.json").is_file()
-    size = Architecture.from_pretrained(directory, config.model.families).vocab_size if known else 2**31
+    size = Architecture.from_pretrained(directory, model.families).vocab_size if known else 2**31
     return [read_scored(file, size) for file in files]
 
 

@@ -184,7 +184,9 @@ class Learner:
         if role == "actor" and config.learner.routing_replay != "none":
             frozen = None if with_teacher else self.reference_chunks  # a teacher chooses its own experts
             models = [*chunks, *(frozen or ())]
-            self.routing_replay = RoutingReplay(config, architecture, self.transformer_config, models, self.device)
+            self.routing_replay = RoutingReplay(
+                config.learner, config.algorithm, architecture, self.transformer_config, models, self.device
+            )
         self.model_chunks: Sequence[Any] = data_parallel.wrap(self.transformer_config, config.learner, chunks)
         no_sync = [chunk.no_sync for chunk in self.model_chunks]
         self.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.means import Mean
-from megatron_retool.config import Config, ConfigError
+from megatron_retool.config import AlgorithmConfig, ConfigError, LearnerConfig
 from megatron_retool.errors import InputError
 from megatron_retool.learner.expert_groups import ExpertChoice, TopK
 from megatron_retool.learner.packing import MicroBatch
@@ -328,15 +328,16 @@ class RoutingReplay:
 
     def __init__(
         self,
-        run: Config,
+        learner: LearnerConfig,
+        algorithm: AlgorithmConfig,
         architecture: Architecture,
         config: TransformerConfig,
         models: Iterable[Any],
         device: torch.device,
     ) -> None:
-        self.mode = run.learner.routing_replay
+        self.mode = learner.routing_replay
         check_routers(self.mode, architecture, config)
-        self.bypass = run.algorithm.rollout_correction.bypass_old_log_probs
+        self.bypass = algorithm.rollout_correction.bypass_old_log_probs
         self.num_layers = len(architecture.expert_layers)
         """That choose experts; a dense layer has no rows."""
         self.num_experts = int(architecture.num_experts or 0)

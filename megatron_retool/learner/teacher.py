@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config
+from megatron_retool.config import Config, LearnerConfig, TrainerConfig
 from megatron_retool.learner.initial import initial_chunks
 from megatron_retool.learner.model import PolicyModel, build_transformer_config
 from megatron_retool.learner.packing import MicroBatch
@@ -29,7 +29,8 @@ class FrozenTeacher:
     """This rank's part of the teacher.
 
     Args:
-        config: the run's configuration.
+        learner: its layout and precision, which are those of the policy's learner.
+        trainer: whether the run is deterministic.
         architecture: the teacher's, of ``DistillationConfig.teacher_architectures``.
         path: its Hugging Face directory.
 
@@ -37,8 +38,14 @@ class FrozenTeacher:
         chunks: this rank's virtual pipeline stages; nothing changes their weights.
     """
 
-    def __init__(self, config: Config, architecture: Architecture, path: str, acceleration: Acceleration) -> None:
-        learner = config.learner
+    def __init__(
+        self,
+        learner: LearnerConfig,
+        trainer: TrainerConfig,
+        architecture: Architecture,
+        path: str,
+        acceleration: Acceleration,
+    ) -> None:
         self.chunks = initial_chunks(
             PolicyModel,
             architecture,
@@ -47,12 +54,12 @@ class FrozenTeacher:
                 learner,
                 learner.layout(architecture),
                 acceleration,
-                deterministic=config.trainer.deterministic,
+                deterministic=trainer.deterministic,
             ),
             acceleration,
             hf_dir=path,
             mcore_dir=None,
-            verify=config.trainer.verify_checkpoints,
+            verify=trainer.verify_checkpoints,
             share_prefixes=learner.share_prefixes,
         )
         for chunk in self.chunks:
@@ -87,7 +94,9 @@ def teachers_of(config: Config, policy: Architecture, acceleration: Acceleration
     distillation = config.algorithm.distillation
     found = distillation.teacher_architectures(policy, config.learner, config.model.families)
     pairs = zip(found, distillation.paths, strict=True)
-    return [FrozenTeacher(config, architecture, path, acceleration) for architecture, path in pairs]
+    return [
+        FrozenTeacher(config.learner, config.trainer, architecture, path, acceleration) for architecture, path in pairs
+    ]
 
 
 def last_hidden_states(

@@ -202,7 +202,7 @@ class Checkpointer:
 
     async def _write(self, pending: _Pending) -> None:
         await self._finish()
-        began, run_dir, step = time.perf_counter(), self._config.run_dir, pending.step
+        began, run_dir, step = time.perf_counter(), self._config.trainer.run_dir, pending.step
         asynchronous = self._config.trainer.async_save and not pending.required
         async with self._saving():
             with removed_on_failure(run_dir, step):
@@ -221,7 +221,7 @@ class Checkpointer:
         self._pending = pending
 
     async def _seal(self, pending: _Pending) -> None:
-        began, run_dir, step = time.perf_counter(), self._config.run_dir, pending.step
+        began, run_dir, step = time.perf_counter(), self._config.trainer.run_dir, pending.step
         with removed_on_failure(run_dir, step) as workspace:
             for model in self._models().values():
                 await model.finish_save()
@@ -245,7 +245,7 @@ class Checkpointer:
             return
         if not pending.sealed:
             await self._seal(pending)
-        run_dir, said = self._config.run_dir, []
+        run_dir, said = self._config.trainer.run_dir, []
         with removed_on_failure(run_dir, pending.step) as workspace:
             # Weights come first: a run that is killed between the two repeats the step, and writes both again.
             if pending.weights:
@@ -259,9 +259,9 @@ class Checkpointer:
         how = f" (compressed by {compression})" if compression != "none" else ""
         self._say(f"saved {'; '.join(said)}{how}, in {pending.seconds:.1f} s", "dim")
         if pending.weights:
-            prune_weights(self._config, weights)
+            prune_weights(self._config.trainer, self._config.model, weights)
         if pending.contents is not None and self.newest is not None:
-            prune_checkpoints(self._config, self.newest)
+            prune_checkpoints(self._config.trainer, self.newest)
 
     def _take_report(self) -> dict[str, float]:
         report, self._report = self._report, {}

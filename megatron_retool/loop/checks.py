@@ -12,7 +12,7 @@ from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.config import Config, ConfigError, LearnerConfig, RolloutConfig
+from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, TrainerConfig
 from megatron_retool.exact.coverage import check_operators
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
@@ -21,24 +21,24 @@ from megatron_retool.runs.metrics_file import read_metrics
 from sglang_rollout.engine.served_models import check_longest_text, check_served_model
 
 
-def check_run(config: Config) -> None:
+def check_run(trainer: TrainerConfig, learner: LearnerConfig, cluster: ClusterConfig) -> None:
     """Check what a run needs to be installed; takes no time, for every command that runs.
 
     Raises:
         ConfigError: the message names the key and the cure.
     """
-    check_loggers(config.trainer)
-    if config.trainer.checkpoint_compression == "zstd" and importlib.util.find_spec("zstandard") is None:
+    check_loggers(trainer)
+    if trainer.checkpoint_compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
             "trainer.checkpoint_compression=zstd needs the Python package zstandard: install it (pip install "
             "zstandard), or set it to none"
         )
-    check_profiler(config)
+    check_profiler(trainer, learner, cluster)
 
 
-def check_profiler(config: Config) -> None:
+def check_profiler(trainer: TrainerConfig, learner: LearnerConfig, cluster: ClusterConfig) -> None:
     """Raise ConfigError where the profiler's tool is not on this machine, or has nothing to record."""
-    profiler, world_size = config.trainer.profiler, config.learner.world_size
+    profiler, world_size = trainer.profiler, learner.world_size
     if profiler.tool == "none":
         return
     if beyond := [rank for rank in profiler.ranks if rank >= world_size]:
@@ -46,7 +46,7 @@ def check_profiler(config: Config) -> None:
             f"trainer.profiler.ranks names rank {beyond[0]}, and the learner's are 0 to {world_size - 1} "
             f"(learner.world_size={world_size})"
         )
-    if profiler.tool == "nsys" and not config.cluster.gpus_per_node:
+    if profiler.tool == "nsys" and not cluster.gpus_per_node:
         raise ConfigError(
             "trainer.profiler.tool=nsys records CUDA, and cluster.gpus_per_node=0 gives the learner no GPU: take "
             "trainer.profiler.tool=torch"
@@ -95,7 +95,7 @@ def check_model(config: Config, *, learns: bool) -> None:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
     if architecture is None:
         return
-    check_longest_text(config, architecture)
+    check_longest_text(config.data, config.rollout, config.model, architecture)
     for number, stage in enumerate(config.sft.stages):
         if architecture.longest_text is not None and stage.max_length > architecture.longest_text:
             raise ConfigError(
@@ -186,21 +186,21 @@ def check_extensions(config: Config) -> None:
     check_reward(config.reward)
     added_to_reward(config.reward, config.data.max_response_length)
     check_own_metrics(config.trainer)
-    check_tools(_with_tools_that_are_made(config))
+    check_tools(config.tools, _without_tools_to_be_made(config))
     check_format(config.rollout)
     if config.rollout.agent != BUILT_IN:
         from sglang_rollout.gateway import shortcut
 
         shortcut.install()  # before the agent's module makes clients
-    check_agent(config)
+    check_agent(config.rollout)
     check_engine(config)
 
 
-def _with_tools_that_are_made(config: Config) -> Config:
-    """Without search and read_page where their corpus is one that make-demo is going to write."""
+def _without_tools_to_be_made(config: Config) -> RolloutConfig:
+    """Its rollout, without search and read_page where their corpus is one that make-demo is going to write."""
     corpus, demo = config.tools.search.corpus, config.demo
     if not (demo.enable and corpus and Path(demo.directory) in Path(corpus).parents and not Path(corpus).exists()):
-        return config
+        return config.rollout
     made = [tool for tool in config.rollout.multi_turn.tools if tool not in ("search", "read_page")]
     multi_turn = dataclasses.replace(config.rollout.multi_turn, tools=made)
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, multi_turn=multi_turn))
+    return dataclasses.replace(config.rollout, multi_turn=multi_turn)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.algorithms.sequence_balance import cut_rollouts
-from megatron_retool.config import Config
+from megatron_retool.config import AlgorithmConfig, LearnerConfig
 from megatron_retool.config.old_log_probs import OldLogProbsSource, number_of_updates, old_log_probs_source
 from megatron_retool.loop.columns import (
     add_advantages,
@@ -47,11 +47,11 @@ class FusedStep(NamedTuple):
     updates: list[dict[str, float]]
 
 
-def source_of(config: Config, batch: TrajectoryBatch) -> OldLogProbsSource:
+def source_of(learner: LearnerConfig, algorithm: AlgorithmConfig, batch: TrajectoryBatch) -> OldLogProbsSource:
     """What learner.fuse_old_log_probs comes to for this batch."""
-    lengths = config.learner.layout().padded(batch.total_lengths.astype(np.int64))
-    cut = cut_rollouts(batch.rollout_ids, lengths, config.learner.max_tokens_per_micro_batch)
-    return old_log_probs_source(config, number_of_updates(config.learner, batch.num_rollouts), int(cut.sum()))
+    lengths = learner.layout().padded(batch.total_lengths.astype(np.int64))
+    cut = cut_rollouts(batch.rollout_ids, lengths, learner.max_tokens_per_micro_batch)
+    return old_log_probs_source(learner, algorithm, number_of_updates(learner, batch.num_rollouts), int(cut.sum()))
 
 
 async def learn_fused(
@@ -101,7 +101,7 @@ async def learn_fused(
     metrics |= correction_metrics | {"actor/fused_old_log_probs": fused_tokens}
     if not has_loss(batch):
         return FusedStep(batch, metrics | update["metrics"], [])
-    updates = [measured(update["metrics"], config, batch.select(first), kl_in_loss)]
+    updates = [measured(update["metrics"], config.algorithm, batch.select(first), kl_in_loss)]
     if others:
         updates += await update_actor(
             run, [mini_batch_of(config.algorithm, config.data, batch, rows) for rows in others], step, timer

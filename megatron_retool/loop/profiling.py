@@ -41,7 +41,7 @@ class StepProfiler:
             await self._ask_engines("stop_profile", step)
         answers = await asyncio.gather(*(group.end_profile() for group in self._run.models.values()))
         ranks = [profile for answer in answers for profile in answer]
-        page = self._run.config.run_dir / "profile" / f"step_{step:06d}.md"
+        page = self._run.config.trainer.run_dir / "profile" / f"step_{step:06d}.md"
         with self._run.write_errors.tolerated(page):
             page.parent.mkdir(parents=True, exist_ok=True)
             write_text(page, profile_page(step, timer.seconds, ranks, self._settings.top_operators))
@@ -51,7 +51,7 @@ class StepProfiler:
     async def _ask_engines(self, call: str, step: int) -> None:
         """An engine that does not record is named, and the run continues."""
         urls, settings = self._run.engines.urls, self._settings
-        directory = self._run.config.run_dir.absolute() / "profile" / "engines"
+        directory = self._run.config.trainer.run_dir.absolute() / "profile" / "engines"
 
         async def ask(index: int, url: str) -> None:
             async with self._run.engines.engine.client(url) as made:

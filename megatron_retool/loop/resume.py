@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from megatron_retool.config import Config, DataConfig, RolloutConfig, TrainerConfig
+from megatron_retool.config import Config, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.config.old_log_probs import expected_updates
 from megatron_retool.errors import InputError
@@ -75,18 +75,18 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
     return False
 
 
-def announce_start(config: Config, console: Console) -> None:
+def announce_start(model: ModelConfig, trainer: TrainerConfig, console: Console) -> None:
     """Say what a run that does not resume makes of checkpoints with only the weights."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    start = None if config.model.mcore_path is None else weights_checkpoint(Path(config.model.mcore_path))
+    start = None if model.mcore_path is None else weights_checkpoint(Path(model.mcore_path))
     if start is not None:
         say(f"begins with the weights of {start.path}: steps are counted from 0, and optimizer, learning-rate "
             "schedule, data and random state start over")  # fmt: skip
-    own = weights_checkpoints(config.run_dir)
-    if own and config.trainer.resume_mode == "auto":
+    own = weights_checkpoints(trainer.run_dir)
+    if own and trainer.resume_mode == "auto":
         say(f"{own[-1].path} holds only weights, from which no run resumes: this one starts over. To have something "
             "to resume from, set trainer.save_freq")  # fmt: skip
 
@@ -107,7 +107,7 @@ def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any
             f"learner.optimizer.schedule={schedule} ends at the new last step: the learning rate continues where the "
             f"new schedule stands at step {resume.step + 1}, which is above or below where the old one was"
         )
-    now = expected_updates(config)
+    now = expected_updates(config.learner, config.data, config.rollout)
     then = max(1, round(_before(config, changed, "data.train_batch_size") * _before(config, changed, "rollout.train.n")
                         / _before(config, changed, "learner.mini_batch_size")))  # fmt: skip
     if schedule != "constant" and then != now:

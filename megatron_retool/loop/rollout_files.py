@@ -50,7 +50,7 @@ def stored_steps(rollouts: Path) -> list[int]:
 def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batch: TrajectoryBatch) -> None:
     """rollouts/step_N.parquet of all trajectories and step_N.learner.parquet of those in ``batch``, each where the disk
     has room for it."""
-    folder = run.config.run_dir / "rollouts"
+    folder = run.config.trainer.run_dir / "rollouts"
     trajectories, learner = step_path(folder, step), step_path(folder, step, "learner")
     texts = [run.decode(t) for t in generated]
     with run.write_errors.tolerated(trajectories):
@@ -65,7 +65,7 @@ def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapp
     Args:
         rank_seconds: by role (learner, critic), of each rank in the step's updates.
     """
-    path = step_path(run.config.run_dir / "rollouts", step, "times")
+    path = step_path(run.config.trainer.run_dir / "rollouts", step, "times")
     found = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
     with run.write_errors.tolerated(path):
         write_text(path, json.dumps(found))

@@ -63,29 +63,31 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     Returns:
         Whether the run is at its end.
     """
-    resume = find_resume_point(config)
-    for path in remove_unfinished(config.run_dir):
+    resume = find_resume_point(config.trainer)
+    for path in remove_unfinished(config.trainer.run_dir):
         console.print(f"removed {path}: it was not complete, its writing or deletion had been interrupted")
     if resume is not None:
-        moved = set_aside_later(config.run_dir, config.trainer, resume)
+        moved = set_aside_later(config.trainer.run_dir, config.trainer, resume)
         if moved is not None:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
     else:
-        announce_start(config, console)
-    check_rollouts(config.run_dir, config.trainer)
+        announce_start(config.model, config.trainer, console)
+    check_rollouts(config.trainer.run_dir, config.trainer)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
-    check_named_metrics(config)  # the same
+    check_named_metrics(config.trainer, config.data, config.rollout)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config.rollout, config.learner, first_step=1 + (0 if resume is None else resume.step))
-        announced = old_log_probs_source(config, expected_updates(config)).sentence
+        announced = old_log_probs_source(
+            config.learner, config.algorithm, expected_updates(config.learner, config.data, config.rollout)
+        ).sentence
         console.print(announced, markup=False, highlight=False, soft_wrap=True)
     run = Deployment(config, console)
     try:
         async with run.watchdog, run:
             if not config.trainer.val_only:
-                prepare_rollouts(config)
+                prepare_rollouts(config.trainer)
             checkpointer = Checkpointer(config, console, lambda: run.models, resume, run.gpu_phases.saving)
             recovery = LearnerRecovery(run, checkpointer)
             while True:
@@ -94,7 +96,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
                 except LearnerDied as error:
                     await recovery.after(error)
     finally:
-        remove_unfinished(config.run_dir)  # of a save that was stopped, which no process writes any more
+        remove_unfinished(config.trainer.run_dir)  # of a save that was stopped, which no process writes any more
 
 
 async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, leave: LeaveRequest) -> bool:
@@ -210,7 +212,7 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         return Learned(batch, {}, SkipReason.NO_SIGNAL)
     with timer.phase(Phase.PHASE_SWITCH):
         await run.gpu_phases.training()
-    if source_of(run.config, batch).fused:
+    if source_of(run.config.learner, run.config.algorithm, batch).fused:
         batch, metrics, updates = await learn_fused(run, state, batch, kept, timer)
     else:
         batch, metrics = await add_log_probs(run, batch, kept, timer)

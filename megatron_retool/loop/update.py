@@ -9,7 +9,7 @@ import numpy as np
 from megatron_retool.algorithms.means import Mean
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.config import AlgorithmConfig, Config
+from megatron_retool.config import AlgorithmConfig
 from megatron_retool.loop.columns import critic_mini_batch
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -26,7 +26,8 @@ async def update_actor(
     sampling = run.config.rollout.train
     with timer.phase(Phase.UPDATE_ACTOR):
         updates = [await run.learner.update(part, sampling=sampling, kl_in_loss=kl_in_loss) for part in mini_batches]
-    return [measured(update, run.config, part, kl_in_loss) for update, part in zip(updates, mini_batches, strict=True)]
+    algorithm = run.config.algorithm
+    return [measured(update, algorithm, part, kl_in_loss) for update, part in zip(updates, mini_batches, strict=True)]
 
 
 def kl_coefficient_of(algorithm: AlgorithmConfig, step: int) -> float:
@@ -35,13 +36,13 @@ def kl_coefficient_of(algorithm: AlgorithmConfig, step: int) -> float:
 
 
 def measured(
-    update: dict[str, float], config: Config, mini_batch: TrajectoryBatch, kl_in_loss: float
+    update: dict[str, float], algorithm: AlgorithmConfig, mini_batch: TrajectoryBatch, kl_in_loss: float
 ) -> dict[str, float]:
     """An update's metrics with actor/kl_coef, where the loss has a KL, and its losses as means over their items."""
-    over = loss_items(config.algorithm, mini_batch) if "actor/pg_loss" in update else 0
+    over = loss_items(algorithm, mini_batch) if "actor/pg_loss" in update else 0
     losses = {name: Mean(update[name], over) for name in ("actor/pg_loss", "actor/kl_loss") if name in update}
     update = update | losses
-    return {**update, "actor/kl_coef": kl_in_loss} if config.algorithm.kl_in_loss else update
+    return {**update, "actor/kl_coef": kl_in_loss} if algorithm.kl_in_loss else update
 
 
 def loss_items(algorithm: AlgorithmConfig, mini_batch: TrajectoryBatch) -> int:

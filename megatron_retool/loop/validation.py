@@ -103,7 +103,7 @@ async def _sampled(
 def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, step: int) -> list[tuple[str, str]]:
     """Prompts and responses as text, once they are in the step's file."""
     texts = [run.decode(t) for t in trajectories]
-    stored = step_path(run.config.run_dir / folder, step)
+    stored = step_path(run.config.trainer.run_dir / folder, step)
     with run.write_errors.tolerated(stored):
         write_trajectories(trajectories, stored, texts=texts)
     return texts

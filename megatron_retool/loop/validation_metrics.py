@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_retool.config import Config, ConfigError, DataConfig, RolloutConfig, TrainerConfig
+from megatron_retool.config import ConfigError, DataConfig, RolloutConfig, TrainerConfig
 from megatron_retool.data.prompts import read_validation_prompts
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.phases import VALIDATION_PREFIXES
@@ -40,7 +40,7 @@ def quick_name(name: str) -> str:
 def validation_metrics(
     rollout: RolloutConfig, trainer: TrainerConfig, groups: Mapping[str, Iterable[str]]
 ) -> list[str]:
-    """Names of what the validations of ``config`` have whatever the reward function returns beside score, acc and pred.
+    """Names of what a run's validations have whatever the reward function returns beside score, acc and pred.
 
     Args:
         groups: data source -> its groups by difficulty.
@@ -53,7 +53,7 @@ def validation_metrics(
     return list(dict.fromkeys(full + [quick_name(name) for name in quick]))
 
 
-def check_named_metrics(config: Config) -> None:
+def check_named_metrics(trainer: TrainerConfig, data: DataConfig, rollout: RolloutConfig) -> None:
     """Whether validations will have the metrics that early stopping and ``trainer.best_metric`` name, as far as can be
     told before they are held.
 
@@ -64,13 +64,12 @@ def check_named_metrics(config: Config) -> None:
         ConfigError: they will not; naming the nearest of those that they have.
         DataError: a validation file is damaged.
     """
-    trainer = config.trainer
     asked = {"trainer.early_stopping.metric": trainer.early_stopping.metric, "trainer.best_metric": trainer.best_metric}
     asked = {key: name for key, name in asked.items() if name}
-    groups = _groups(config.data) if asked else None
+    groups = _groups(data) if asked else None
     for key, name in asked.items():
-        known = validation_metrics(config.rollout, config.trainer, groups or dict.fromkeys({ALL, _source_of(name)}, ()))
-        if name not in known and not (is_validation_metric(name) and _may_come(name, config.rollout, groups)):
+        known = validation_metrics(rollout, trainer, groups or dict.fromkeys({ALL, _source_of(name)}, ()))
+        if name not in known and not (is_validation_metric(name) and _may_come(name, rollout, groups)):
             raise ConfigError(unknown_metric(key, name, known))
 
 

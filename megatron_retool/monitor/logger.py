@@ -115,7 +115,7 @@ class MetricLogger:
         """The loggers that ``config`` asks for."""
         trainer = config.trainer
         return cls(
-            config.run_dir,
+            config.trainer.run_dir,
             trainer.loggers,
             first_step=first_step,
             console=console,

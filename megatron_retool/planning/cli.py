@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.model is None:
         check_served_model(config)
     machines = parse_machines(options.gpus or _machines_of(config.cluster, config.learner), options.gpus_per_node)
-    name, architecture = resolve_architecture(config, options.model)
+    name, architecture = resolve_architecture(config.model, config.demo, options.model)
     layout = config.learner.layout(architecture)
     if architecture.sliding_window is not None and layout.context > 1 and not machines.accelerator.is_cpu:
         raise ConfigError(
@@ -49,7 +49,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         )
     workload = _workload(options, config, measured)
 
-    report.print_header(console, name, architecture, config, layout, machines, workload)
+    report.print_header(
+        console, name, architecture, config.rollout, config.learner, config.cluster, layout, machines, workload
+    )
     memory = plan_memory(config, architecture, layout, machines, workload)
     console.print(report.memory_table(memory, machines.accelerator.name))
     planner = Planner(config, architecture, machines, workload)

@@ -22,7 +22,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.rules import updated_by_muon
 from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, shard_shape
-from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
+from megatron_retool.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES, activation_bytes, logit_bytes
 from megatron_retool.registry import Need
 
@@ -404,20 +404,27 @@ class LearnerMemory:
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
 
-def frozen_architectures(config: Config, policy: Architecture) -> list[Architecture]:
+def frozen_architectures(
+    algorithm: AlgorithmConfig, learner: LearnerConfig, model: ModelConfig, policy: Architecture
+) -> list[Architecture]:
     """The models that the learner computes beside the policy: its start, or teachers in its place.
 
     Raises:
         ConfigError: see ``DistillationConfig.teacher_architectures``.
     """
-    distillation = config.algorithm.distillation
+    distillation = algorithm.distillation
     if distillation.paths:
-        return distillation.teacher_architectures(policy, config.learner, config.model.families)
-    return [policy] if config.algorithm.keeps_reference else []
+        return distillation.teacher_architectures(policy, learner, model.families)
+    return [policy] if algorithm.keeps_reference else []
 
 
 def learner_memory(
-    config: Config, architecture: Architecture, layout: ParallelLayout, on_cpu: bool = False
+    learner: LearnerConfig,
+    algorithm: AlgorithmConfig,
+    model: ModelConfig,
+    architecture: Architecture,
+    layout: ParallelLayout,
+    on_cpu: bool = False,
 ) -> LearnerMemory:
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
@@ -427,10 +434,10 @@ def learner_memory(
     multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
     in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
     """
-    learner, needs = config.learner, config.algorithm.needs
+    needs = algorithm.needs
     adapters = adapters_of(learner)
-    frozen = frozen_architectures(config, architecture)
-    if adapters is not None and not config.algorithm.distillation.paths:
+    frozen = frozen_architectures(algorithm, learner, model, architecture)
+    if adapters is not None and not algorithm.distillation.paths:
         frozen = []
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from conversion.model.architecture import Architecture
 from conversion.model.family import find_family
-from megatron_retool.config import Config, ConfigError, DemoConfig
+from megatron_retool.config import ConfigError, DemoConfig, ModelConfig
 
 MODELS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "published_models.json").read_text(encoding="utf-8")
@@ -29,28 +29,28 @@ def preset(name: str) -> Architecture:
         raise ConfigError(f"--model {name!r} is not one of {', '.join(MODELS)}") from None
 
 
-def resolve_architecture(config: Config, model: str | None = None) -> tuple[str, Architecture]:
+def resolve_architecture(model: ModelConfig, demo: DemoConfig, named: str | None = None) -> tuple[str, Architecture]:
     """Name and shape of the model to plan for.
 
     Args:
-        config: model.path is read where it holds a config.json; else its last component may name a known model
+        model: its path is read where it holds a config.json; else its last component may name a known model
             ("models/Qwen3-30B-A3B", "models/retool_sft_qwen2.5_32b").
-        model: a known model or a directory with a config.json, instead of model.path.
+        named: a known model or a directory with a config.json, instead of model.path.
 
     Raises:
         ConfigError: there is neither a config.json nor a known name.
     """
-    text = model or config.model.path
-    if not text and config.demo.enable:
+    text = named or model.path
+    if not text and demo.enable:
         raise ConfigError("model.path is empty: pass --model")
     if text and (Path(text) / "config.json").is_file():
-        return Path(text).name, Architecture.from_pretrained(text, config.model.families)
-    if config.demo.enable and model is None:
-        return "demo", demo_architecture(config.demo)
+        return Path(text).name, Architecture.from_pretrained(text, model.families)
+    if demo.enable and named is None:
+        return "demo", demo_architecture(demo)
     wanted = _letters(Path(text).name)
     found = [name for name in MODELS if _letters(name) in wanted]
     if not found:
-        key = f"--model {model!r}" if model else f"model.path={text!r}"
+        key = f"--model {named!r}" if named else f"model.path={text!r}"
         raise ConfigError(
             f"{key} has no config.json and is not one of the known models: pass --model with one of {', '.join(MODELS)}"
         )

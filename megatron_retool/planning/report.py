@@ -11,7 +11,7 @@ from rich.table import Table
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
-from megatron_retool.config import Config
+from megatron_retool.config import ClusterConfig, LearnerConfig, RolloutConfig
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count, weight_sync_bytes
@@ -60,26 +60,27 @@ def print_header(
     console: Console,
     name: str,
     architecture: Architecture,
-    config: Config,
+    rollout: RolloutConfig,
+    learner: LearnerConfig,
+    cluster: ClusterConfig,
     layout: ParallelLayout,
     machines: Machines,
     workload: Workload,
 ) -> None:
     """Print what is planned: model, machines, layout, engines and workload."""
-    engine = config.rollout.engine
+    engine = rollout.engine
     lengths = workload.lengths
     checkpoint, unit = _scale(
         checkpoint_bytes(
             architecture,
-            config.learner.dtype,
-            optimizer=config.learner.optimizer.name,
-            adapters=adapters_of(config.learner),
+            learner.dtype,
+            optimizer=learner.optimizer.name,
+            adapters=adapters_of(learner),
         )
     )
-    sent, sent_unit = _scale(weight_sync_bytes(architecture, config.learner))
+    sent, sent_unit = _scale(weight_sync_bytes(architecture, learner))
     console.print(
-        f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; "
-        f"{config.cluster.placement}",
+        f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; {cluster.placement}",
         highlight=False,
     )
     console.print(

@@ -77,7 +77,9 @@ def scenario_of(
         learner_gpus=learner_gpus,
         workload=work,
         train_seconds_per_token=seconds / work.trained_tokens,
-        sync_seconds=weight_sync_seconds(config, architecture, there, assumptions),
+        sync_seconds=weight_sync_seconds(
+            config.learner, config.weight_sync, config.rollout, architecture, there, assumptions
+        ),
         switch_seconds=phase_switch_seconds(config, architecture, layout, there),
     )
 

@@ -10,7 +10,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import needs_critic
-from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, validate
 from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
@@ -93,7 +93,7 @@ def plan_memory(
     accelerator = machines.accelerator
     capacity = accelerator.memory_bytes
     colocated = config.cluster.placement == "colocated"
-    learner = learner_memory(config, architecture, layout, accelerator.is_cpu)
+    learner = learner_memory(config.learner, config.algorithm, config.model, architecture, layout, accelerator.is_cpu)
     engine = EngineModel.from_config(
         config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
     )
@@ -173,7 +173,7 @@ def plan_memory(
                 f"learner.recompute.num_layers={again} is more than the {stage_layers} layers of a pipeline stage"
             )
         )
-    problems += _placement_problems(config, machines)
+    problems += _placement_problems(config.rollout, config.learner, config.cluster, machines)
     ranks_per_node = min(machines.per_node, config.learner.world_size)
     engine_ranks_per_node = min(machines.per_node, config.rollout.engine.count * engine.tensor_parallel)
     replayed = config.learner.routing_replay == "rollout" and not accelerator.is_cpu
@@ -192,10 +192,12 @@ def plan_memory(
     )
 
 
-def _placement_problems(config: Config, machines: Machines) -> Iterator[LayoutProblem]:
-    engine = config.rollout.engine
+def _placement_problems(
+    rollout: RolloutConfig, learner: LearnerConfig, cluster: ClusterConfig, machines: Machines
+) -> Iterator[LayoutProblem]:
+    engine = rollout.engine
     engines = engine.count * engine.tensor_parallel_size
-    learner = config.learner.world_size
+    ranks = learner.world_size
     if machines.accelerator.is_cpu:
         return
     if engine.tensor_parallel_size > machines.per_node and engine.tensor_parallel_size % machines.per_node:
@@ -203,12 +205,12 @@ def _placement_problems(config: Config, machines: Machines) -> Iterator[LayoutPr
             f"an engine of TP {engine.tensor_parallel_size} is neither inside a node of {machines.per_node} GPUs "
             "nor on all GPUs of several"
         )
-    if config.cluster.placement == "colocated":
-        if max(engines, learner) > machines.count:
-            yield LayoutProblem(f"{max(engines, learner)} GPUs are needed (colocated), {machines.count} are there")
-    elif engines + learner > machines.count:
+    if cluster.placement == "colocated":
+        if max(engines, ranks) > machines.count:
+            yield LayoutProblem(f"{max(engines, ranks)} GPUs are needed (colocated), {machines.count} are there")
+    elif engines + ranks > machines.count:
         yield LayoutProblem(
-            f"{learner} learner + {engines} engine GPUs = {engines + learner} are needed, {machines.count} are there"
+            f"{ranks} learner + {engines} engine GPUs = {engines + ranks} are needed, {machines.count} are there"
         )
 
 
@@ -310,7 +312,9 @@ class Planner:
             learner.check()
             layout = learner.layout(self.architecture)
             config = vary(self.config, **changes)
-            frozen_architectures(config, self.architecture)  # the layout has to divide teachers too
+            frozen_architectures(
+                config.algorithm, config.learner, config.model, self.architecture
+            )  # the layout has to divide teachers too
         except ConfigError:
             return None
         if layout.tensor > self.machines.per_node:

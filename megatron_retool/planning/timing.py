@@ -23,7 +23,14 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, mlp_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.dynamic_context import ranks_needed
-from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig, TrainerConfig
+from megatron_retool.config import (
+    Config,
+    LearnerConfig,
+    PartialRolloutConfig,
+    RolloutConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+)
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.activations import PARAMETER_BYTES, block_layers
@@ -326,7 +333,12 @@ def _imbalance(architecture: Architecture, workload: Workload, data_parallel: in
 
 
 def weight_sync_seconds(
-    config: Config, architecture: Architecture, machines: Machines, assumptions: Assumptions
+    learner: LearnerConfig,
+    weight_sync: WeightSyncConfig,
+    rollout: RolloutConfig,
+    architecture: Architecture,
+    machines: Machines,
+    assumptions: Assumptions,
 ) -> float:
     """From the learner's shards to every engine, in Hugging Face layout.
 
@@ -337,25 +349,25 @@ def weight_sync_seconds(
     after another, and an engine takes the parts of all of them.  An adapter without the weights is one bucket, which
     "distributed" sends to one engine after another, in base64.
     """
-    size = weight_sync_bytes(architecture, config.learner)
-    alone = config.learner.lora.sends_adapter
-    buckets = 1 if alone else math.ceil(size / config.weight_sync.bucket_bytes)
-    method = config.weight_sync.method
-    stage_ranks = config.learner.tensor_model_parallel_size * config.learner.expert_model_parallel_size
-    model_ranks = stage_ranks * config.learner.pipeline_model_parallel_size
+    size = weight_sync_bytes(architecture, learner)
+    alone = learner.lora.sends_adapter
+    buckets = 1 if alone else math.ceil(size / weight_sync.bucket_bytes)
+    method = weight_sync.method
+    stage_ranks = learner.tensor_model_parallel_size * learner.expert_model_parallel_size
+    model_ranks = stage_ranks * learner.pipeline_model_parallel_size
     # Pipeline stages are the outermost of the ranks' order: with several nodes they are on different ones.
-    on_one_node = config.learner.pipeline_model_parallel_size == 1 and stage_ranks <= machines.per_node
-    reach = stage_ranks if method == "tensor" and on_one_node else config.learner.world_size
+    on_one_node = learner.pipeline_model_parallel_size == 1 and stage_ranks <= machines.per_node
+    reach = stage_ranks if method == "tensor" and on_one_node else learner.world_size
     if method == "sharded":
         link = machines.bandwidth_between(machines.count) * assumptions.link_efficiency
-        messages = model_ranks * math.ceil(size / model_ranks / config.weight_sync.bucket_bytes)
-        return size * max(1.0, config.rollout.engine.count / model_ranks) / link + messages * assumptions.bucket_seconds
+        messages = model_ranks * math.ceil(size / model_ranks / weight_sync.bucket_bytes)
+        return size * max(1.0, rollout.engine.count / model_ranks) / link + messages * assumptions.bucket_seconds
     gather = size * (1 - 1 / model_ranks) / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     if method == "disk":
-        reads = config.rollout.engine.count / machines.nodes
+        reads = rollout.engine.count / machines.nodes
         return gather + size * (1 + reads) / assumptions.storage_bandwidth
     reach = machines.count if method == "distributed" else min(machines.count, machines.per_node)
-    copies = config.rollout.engine.count * 4 / 3 if alone and method == "distributed" else 1
+    copies = rollout.engine.count * 4 / 3 if alone and method == "distributed" else 1
     send = copies * size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     return gather + send + buckets * assumptions.bucket_seconds
 
@@ -366,7 +378,7 @@ def phase_switch_seconds(
     """Colocated: the learner's states to host memory before the rollout and back after it."""
     if config.cluster.placement != "colocated" or machines.accelerator.is_cpu:
         return 0.0
-    memory = learner_memory(config, architecture, layout)
+    memory = learner_memory(config.learner, config.algorithm, config.model, architecture, layout)
     return 2 * memory.sleeping / machines.accelerator.host_bandwidth
 
 
@@ -393,7 +405,10 @@ def predict_step(
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
     # Of several teachers each reads the rows of its data sources: all of them are as slow as the slowest at most.
-    frozen = [learner_time(each, *arguments[1:], training=False) for each in frozen_architectures(config, architecture)]
+    frozen = [
+        learner_time(each, *arguments[1:], training=False)
+        for each in frozen_architectures(config.algorithm, config.learner, config.model, architecture)
+    ]
     reference = max(frozen, key=lambda time: time.total, default=None)
     # The critic reads values once and learns from them with the same passes.
     critic = update.total + log_probs.total if Need.CRITIC in algorithm.needs else 0.0
@@ -416,7 +431,9 @@ def predict_step(
         reference=reference,
         update=update,
         critic=critic,
-        weight_sync=weight_sync_seconds(config, architecture, machines, assumptions),
+        weight_sync=weight_sync_seconds(
+            config.learner, config.weight_sync, config.rollout, architecture, machines, assumptions
+        ),
         phase_switch=phase_switch_seconds(config, architecture, layout, machines),
         overlapped=(config.rollout.staleness > 0 or config.trainer.mode == "async") and not colocated,
         trained_tokens=workload.trained_tokens,
@@ -431,8 +448,8 @@ def predict_step(
 
 def share_of_log_probs(config: Config) -> float:
     """The part of a step's mini-batches whose old log-probs take a pass: learner.fuse_old_log_probs."""
-    updates = expected_updates(config)
-    source = old_log_probs_source(config, updates).source
+    updates = expected_updates(config.learner, config.data, config.rollout)
+    source = old_log_probs_source(config.learner, config.algorithm, updates).source
     if source is OldLogProbs.FIRST_UPDATE:
         return (updates - 1) / updates
     return 1.0 if source is OldLogProbs.PASS else 0.0

@@ -30,7 +30,7 @@ from conversion.files.checksums import (
     write_marker,
 )
 from conversion.files.directory import publish
-from megatron_retool.config import Config, ConfigError, TrainerConfig
+from megatron_retool.config import ConfigError, TrainerConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
@@ -117,7 +117,7 @@ def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def find_resume_point(config: Config) -> Checkpoint | None:
+def find_resume_point(trainer: TrainerConfig) -> Checkpoint | None:
     """The checkpoint to continue from under ``trainer.resume_mode``; None means from the start.
 
     Its own files are compared with their checksums, and the models' with their sizes: the rest of these is the
@@ -127,8 +127,8 @@ def find_resume_point(config: Config) -> Checkpoint | None:
         ConfigError: resume_path names something that is not a complete checkpoint.
         DamagedError: a file of the checkpoint is not what it was; the message offers the checkpoint before it.
     """
-    found = _chosen(config.trainer, config.run_dir)
-    if found is not None and config.trainer.verify_checkpoints:
+    found = _chosen(trainer, trainer.run_dir)
+    if found is not None and trainer.verify_checkpoints:
         found.check_quickly()
     return found
 
@@ -156,15 +156,15 @@ def _chosen(trainer: TrainerConfig, run_dir: Path) -> Checkpoint | None:
     return Checkpoint(path, int(match[1]))
 
 
-def how_to_go_on(config: Config) -> str:
+def how_to_go_on(trainer: TrainerConfig) -> str:
     """What a user reads whose run was stopped."""
-    complete = complete_checkpoints(config.run_dir)
+    complete = complete_checkpoints(trainer.run_dir)
     if not complete:
-        weights = weights_checkpoints(config.run_dir)
+        weights = weights_checkpoints(trainer.run_dir)
         remark = f" ({weights[-1].path} holds only weights)" if weights else ""
         return f"no checkpoint was complete yet{remark}, so the same command starts over"
     command = "the same command"
-    if config.trainer.resume_mode == "disable":
+    if trainer.resume_mode == "disable":
         command += " with trainer.resume_mode=auto"
     return f"{command} continues after step {complete[-1].step} ({complete[-1].path})"
 
@@ -326,12 +326,12 @@ def retained_steps(
     return kept
 
 
-def prune_checkpoints(config: Config, written: Checkpoint) -> None:
+def prune_checkpoints(trainer: TrainerConfig, written: Checkpoint) -> None:
     """Delete the checkpoints that ``trainer.keep_*`` do not keep, and leftovers of interrupted saves.
 
     The one just ``written`` and the one that ``trainer.resume_from_path`` names are never deleted.
     """
-    trainer, run_dir = config.trainer, config.run_dir
+    run_dir = trainer.run_dir
     for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial*"):
         shutil.rmtree(leftover, ignore_errors=True)
     complete = complete_checkpoints(run_dir)

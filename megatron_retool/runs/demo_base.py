@@ -121,7 +121,7 @@ def find_base(config: Config) -> DemoBase | None:
     Raises:
         ConfigError: the base that is named, or that the run started from, is not there or not complete.
     """
-    run_dir, wanted = config.run_dir, config.demo.base
+    run_dir, wanted = config.trainer.run_dir, config.demo.base
     if wanted == "none" or Path(config.demo.directory).exists():
         return None
     named = str(read_state(run_dir).get("base", wanted)) if wanted == "auto" else wanted
@@ -150,11 +150,11 @@ def missing_base(config: Config) -> str:
     settings = base_settings(config)
     reasons = [
         f"{path.parent} has {found}"
-        for path in sorted(config.run_dir.parent.glob(f"*/{STATE_FILE}"))
+        for path in sorted(config.trainer.run_dir.parent.glob(f"*/{STATE_FILE}"))
         if DemoBase(path.parent).missing is None
         and (found := difference(read_state(path.parent).get("settings", {}), settings))
     ]
-    where = "; ".join(reasons) or f"no run in {config.run_dir.parent} has one"
+    where = "; ".join(reasons) or f"no run in {config.trainer.run_dir.parent} has one"
     return (
         f"No base with the same demo, sft and trainer.seed settings was found ({where}): make it with the command "
         "pipeline, or name a run's with demo.base=runs/…"

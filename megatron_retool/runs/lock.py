@@ -1,6 +1,6 @@
 """One command at a time on a run's directory.
 
-    with run_lock(config.run_dir, "train"):
+    with run_lock(config.trainer.run_dir, "train"):
         ...         # a second command that would write there is refused, and told who is at work
 
 The lock is the kernel's, on a file beside the directory: it ends with its owner's process, however that ends, and

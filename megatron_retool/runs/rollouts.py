@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_retool.config import Config, ConfigError, TrainerConfig
+from megatron_retool.config import ConfigError, TrainerConfig
 
 
 def check_rollouts(run_dir: Path, trainer: TrainerConfig) -> None:
@@ -37,14 +37,14 @@ def check_rollouts(run_dir: Path, trainer: TrainerConfig) -> None:
         )
 
 
-def prepare_rollouts(config: Config) -> Path:
+def prepare_rollouts(trainer: TrainerConfig) -> Path:
     """Make rollouts/ of the run, or a link to the place that ``trainer.rollout_data_dir`` names.
 
     Raises:
         ConfigError: see ``check_rollouts``.
     """
-    check_rollouts(config.run_dir, config.trainer)
-    place, target = _place(config.run_dir), _target(config.trainer)
+    check_rollouts(trainer.run_dir, trainer)
+    place, target = _place(trainer.run_dir), _target(trainer)
     (target or place).mkdir(parents=True, exist_ok=True)
     if target is not None and not place.is_symlink():
         if place.exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conversion.files.checksums import COMPLETE_NAME, WEIGHTS_NAME
 from conversion.files.directory import publish
-from megatron_retool.config import Config
+from megatron_retool.config import ModelConfig, TrainerConfig
 
 WORKSPACES = ".weights_step_*.partial*"
 _MODEL = "learner"
@@ -61,16 +61,16 @@ def publish_weights(run_dir: Path, step: int) -> WeightsCheckpoint:
     return WeightsCheckpoint(final, step)
 
 
-def prune_weights(config: Config, written: WeightsCheckpoint) -> None:
+def prune_weights(trainer: TrainerConfig, model: ModelConfig, written: WeightsCheckpoint) -> None:
     """Delete those that ``trainer.keep_weights`` does not keep.
 
     The one just ``written`` and the one that ``model.mcore_path`` names are never deleted.
     """
-    keep, start = config.trainer.keep_weights, config.model.mcore_path
+    keep, start = trainer.keep_weights, model.mcore_path
     if keep < 1:
         return
     kept = {written.path.resolve()} | ({Path(start).resolve()} if start is not None else set())
-    for old in weights_checkpoints(config.run_dir)[:-keep]:
+    for old in weights_checkpoints(trainer.run_dir)[:-keep]:
         if old.path.resolve() not in kept:
             # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
             (old.path / COMPLETE_NAME).unlink()

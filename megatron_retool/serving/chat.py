@@ -93,7 +93,7 @@ class Chat:
         self._service = service
         self._answers, self._notes = answers, notes
         self._system, self._seed = system, seed
-        self._length = context_length(service.config)
+        self._length = context_length(service.config.rollout, service.config.model)
         self._sampler = PiecewiseSampler(service.sampler, self._read_along)
         self._so_far = ""
         self._tools: ToolSession | None = None

@@ -74,7 +74,7 @@ async def serve(
     config = service.config
     door = OpenDoor(
         config,
-        context_length=context_length(config),
+        context_length=context_length(config.rollout, config.model),
         api_key=address.api_key,
         tools=service.tools,
         system=system,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conversion.files.checksums import COMPLETE_NAME
 from conversion.files.directory import FORMAT_NAME
-from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.config import Config, ConfigError, ModelConfig, RolloutConfig, load_config
 from megatron_retool.data.path_checks import check_model_files
 from megatron_retool.errors import InputError
 from megatron_retool.runs.checkpoints import complete_checkpoints
@@ -95,25 +95,25 @@ def with_work_directory(config: Config, directory: Path) -> Config:
     return dataclasses.replace(config, trainer=trainer)
 
 
-def context_length(config: Config) -> int:
+def context_length(rollout: RolloutConfig, model: ModelConfig) -> int:
     """Tokens of a context with its answer, by rollout.engine and the model's config.json; of what the model or the
     cache holds, those that SGLang leaves free are taken off.
 
     Raises:
         ConfigError: none of them says.
     """
-    engine = config.rollout.engine
+    engine = rollout.engine
     known, held = [], [engine.max_total_tokens]
     if engine.context_length is not None:
         known.append(engine.context_length)
     else:
-        model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        held.append(model.get("max_position_embeddings") if isinstance(model, dict) else None)
+        said = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        held.append(said.get("max_position_embeddings") if isinstance(said, dict) else None)
     free = RESERVED_TOKENS if engine.backend == "sglang" else 0
     known += [limit - free for limit in held if isinstance(limit, int)]
     if not known:
         raise ConfigError(
-            f"{config.model.path}/config.json has no max_position_embeddings: say rollout.engine.context_length=…"
+            f"{model.path}/config.json has no max_position_embeddings: say rollout.engine.context_length=…"
         )
     return min(known)
 

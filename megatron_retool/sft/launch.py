@@ -52,31 +52,31 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
         try:
             return Run(config, leave, console).run()
         finally:
-            remove_unfinished(config.run_dir)  # of a save that was stopped, which no process writes any more
+            remove_unfinished(config.trainer.run_dir)  # of a save that was stopped, which no process writes any more
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; by itself "
             "it starts processes only on its own host"
         )
     if config.trainer.resume_mode == "disable":
-        set_aside(config.run_dir)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, config.run_dir / "config.yaml")
+        set_aside(config.trainer.run_dir)
+    config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, config.trainer.run_dir / "config.yaml")
     try:
         with tempfile.TemporaryDirectory() as private:
             with_secrets = Path(private) / "config.yaml"  # the run's own, which others may read, lacks them
             save_config(config, with_secrets, secrets=True)
             _launch(config.learner, with_secrets, leave)
     finally:
-        remove_unfinished(config.run_dir)
-    return (config.run_dir / COMPLETE_NAME).exists()
+        remove_unfinished(config.trainer.run_dir)
+    return (config.trainer.run_dir / COMPLETE_NAME).exists()
 
 
 def _check(config: Config) -> None:
     check_loggers(config.trainer)
     if not config.model.path:
         raise ConfigError("model.path is not set: give the Hugging Face directory of the model to fine-tune")
-    check_stage_files(config)
+    check_stage_files(config.sft, config.demo, config.model)
 
 
 def _launch(learner: LearnerConfig, config_file: Path, leave: LeaveRequest) -> None:

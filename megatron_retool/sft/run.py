@@ -61,20 +61,20 @@ class Run:
         """Train; whether all stages are done."""
         config = self.config
         if config.trainer.resume_mode == "disable" and self.rank == 0:
-            set_aside(config.run_dir)
-        resume = find_resume_point(config)
+            set_aside(config.trainer.run_dir)
+        resume = find_resume_point(config.trainer)
         # With resume_path the run goes back, and rank 0 may be moving the marker just now.
-        done = config.trainer.resume_mode == "auto" and (config.run_dir / COMPLETE_NAME).exists()
+        done = config.trainer.resume_mode == "auto" and (config.trainer.run_dir / COMPLETE_NAME).exists()
         if resume is not None and done:
-            self.console.print(f"{config.run_dir} is complete: its last checkpoint is {resume.path}")
+            self.console.print(f"{config.trainer.run_dir} is complete: its last checkpoint is {resume.path}")
             return True
         if self.rank == 0:
-            for path in remove_unfinished(config.run_dir):
+            for path in remove_unfinished(config.trainer.run_dir):
                 self.console.print(f"removed {path}: it was not complete, its writing or deletion had been interrupted")
         self.stages = self._load_data()
         state = self._resume_state(resume)
         if resume is not None and self.rank == 0:
-            moved = set_aside_later(config.run_dir, config.trainer, resume)
+            moved = set_aside_later(config.trainer.run_dir, config.trainer, resume)
             if moved is not None:
                 self.console.print(f"what the run made after {resume.path} was moved to {moved}")
         stage = self.stages[state["stage"]]
@@ -101,7 +101,7 @@ class Run:
                     return False
             self._barrier()
             if self.rank == 0:
-                write_text(config.run_dir / COMPLETE_NAME, "")
+                write_text(config.trainer.run_dir / COMPLETE_NAME, "")
             self._print_summary()
             return True
         finally:
@@ -264,7 +264,7 @@ class Run:
             files = {"trainer_state.json": {"step": step, "stage": stage_index, **self._identity()}}
             asyncio.run(self.checkpointer.save(step, Contents(files), wait=True))
         else:
-            self.learner.save(workspace_path(self.config.run_dir, step) / "learner")
+            self.learner.save(workspace_path(self.config.trainer.run_dir, step) / "learner")
         self._barrier()
 
     def _metric_logger(self, first_step: int) -> contextlib.AbstractContextManager[MetricLogger | None]:
@@ -289,7 +289,9 @@ class Run:
             report = {"steps": stage.steps, **stage.report}
             table.add_row(stage.settings.name, *(f"{report[name]:.4g}" if name in report else "" for name in names))
         self.console.print(table)
-        self.console.print(f"checkpoint {self.config.run_dir / 'checkpoints'}/global_step_{self.stages[-1].last_step}")
+        self.console.print(
+            f"checkpoint {self.config.trainer.run_dir / 'checkpoints'}/global_step_{self.stages[-1].last_step}"
+        )
 
 
 class InProcess:

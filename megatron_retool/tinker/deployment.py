@@ -65,12 +65,12 @@ class TinkerDeployment:
         check_model(config, learns=True)
         tokenizer = load_tokenizer(config.model)
         placement = plan_placement(config)
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, config.run_dir / "config.yaml")
+        config.trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.trainer.run_dir / "config.yaml")
         engines, ranks = config.rollout.engine.count, config.learner.world_size
         self._say(
             f"starting {engines} engine{'s' if engines > 1 else ''} and the learner "
-            f"({ranks} rank{'s' if ranks > 1 else ''}); logs: {config.run_dir / 'logs'}"
+            f"({ranks} rank{'s' if ranks > 1 else ''}); logs: {config.trainer.run_dir / 'logs'}"
         )
         self._stack.enter_context(ray_runtime(config.cluster))
         placement = placement.on_nodes(node_ids(config.cluster))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config, ConfigError, ModelConfig, validate
+from megatron_retool.config import Config, ConfigError, LearnerConfig, ModelConfig, TinkerConfig, validate
 from megatron_retool.config.accumulation import check_runs
 from megatron_retool.data.tokenizer import TOKENIZER_FILES
 from megatron_retool.tinker.served_model import ServedModel
@@ -60,7 +60,9 @@ def server_config(config: Config, directory: Path) -> Config:
     return config
 
 
-def served_model(config: Config, name: str, context: int, *, on_this_machine: bool) -> ServedModel:
+def served_model(
+    model: ModelConfig, learner: LearnerConfig, tinker: TinkerConfig, name: str, context: int, *, on_this_machine: bool
+) -> ServedModel:
     """What clients may ask of the model of a ``server_config``.
 
     Args:
@@ -68,20 +70,20 @@ def served_model(config: Config, name: str, context: int, *, on_this_machine: bo
         context: tokens of a prompt with its sample.
         on_this_machine: clients see this machine's directories.
     """
-    path = Path(config.model.path)
-    architecture = Architecture.from_pretrained(path, config.model.families)
-    names = tuple(dict.fromkeys((*config.tinker.names, name)))
-    tokenizer = Path(config.model.tokenizer_path or path)
+    path = Path(model.path)
+    architecture = Architecture.from_pretrained(path, model.families)
+    names = tuple(dict.fromkeys((*tinker.names, name)))
+    tokenizer = Path(model.tokenizer_path or path)
     return ServedModel(
         names=names,
         tokenizer=str(tokenizer.absolute()) if on_this_machine else names[0],
         vocabulary=architecture.vocab_size,
         context=context,
         longest_sequence=context,
-        most_rank=config.learner.lora.rank,
-        adapts_attention="attention" in config.learner.lora.targets,
-        adapts_mlp="mlp" in config.learner.lora.targets,
-        finds_texts=finds_texts(config.model),
+        most_rank=learner.lora.rank,
+        adapts_attention="attention" in learner.lora.targets,
+        adapts_mlp="mlp" in learner.lora.targets,
+        finds_texts=finds_texts(model),
     )
 
 

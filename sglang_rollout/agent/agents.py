@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_retool.config import Config, RolloutConfig
+from megatron_retool.config import DataConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError, Registry, load_object
 from sglang_rollout.agent.loop import Agent, AgentSetup
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlueError
@@ -52,25 +52,24 @@ def _parameters(found: Any) -> Sequence[str]:
         return []
 
 
-def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent:
+def make_agent(rollout: RolloutConfig, data: DataConfig, tokenizer: Tokenizer, tools: ToolCaller) -> Agent:
     """What rollout.agent names, made with rollout.agent_kwargs. Nothing is started.
 
     Raises:
         ExtensionError: agent or tool-call format cannot be loaded or made, or is none.
         ChatTemplateError: the tokenizer's chat template cannot express tool results.
     """
-    rollout = config.rollout
     # Behind a task agent the built-in one says where a turn ends, and whether the chat template can be used.
-    target, kwargs = (BUILT_IN, {}) if is_task_agent(config.rollout) else (rollout.agent, rollout.agent_kwargs)
+    target, kwargs = (BUILT_IN, {}) if is_task_agent(rollout) else (rollout.agent, rollout.agent_kwargs)
     setup = AgentSetup(
         rollout.multi_turn,
         tokenizer,
         tools,
-        max_response_length=config.data.max_response_length,
+        max_response_length=data.max_response_length,
         context_length=rollout.engine.context_length,
     )
     if rollout.environment is not None:
-        loop: Agent = load_object("rollout.environment", f"{_ENVIRONMENTS}:make_environment_loop")(config, setup)
+        loop: Agent = load_object("rollout.environment", f"{_ENVIRONMENTS}:make_environment_loop")(rollout, data, setup)
         return loop
     extension = agents.bind(target, kwargs)
     try:
@@ -104,26 +103,26 @@ def _check_run(kind: str, run: Any, label: str, *bound: str) -> None:
         raise ExtensionError(f"{label}: {kind}.run cannot be called with three arguments ({error}): {form}") from error
 
 
-def check_agent(config: Config) -> None:
+def check_agent(rollout: RolloutConfig) -> None:
     """Raise ExtensionError where the run's agent cannot be loaded, made with its keyword arguments, or run.
 
     The rest is checked where it is made, for which a tokenizer is needed.
     """
-    if config.rollout.environment is not None:
-        load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(config.rollout)
+    if rollout.environment is not None:
+        load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(rollout)
         return
-    if is_task_agent(config.rollout):
-        if isinstance(config.rollout.agent, str):
-            task_agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
+    if is_task_agent(rollout):
+        if isinstance(rollout.agent, str):
+            task_agents.bind(rollout.agent, rollout.agent_kwargs)
         else:
-            check_program(config.rollout.command)
-        if config.rollout.branching.enable:
+            check_program(rollout.command)
+        if rollout.branching.enable:
             raise ExtensionError(
-                f"rollout.agent={config.rollout.agent}: rollout.branching forks trajectories of the built-in agent; "
+                f"rollout.agent={rollout.agent}: rollout.branching forks trajectories of the built-in agent; "
                 "set rollout.branching.enable to false"
             )
         return
-    extension = agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
+    extension = agents.bind(rollout.agent, rollout.agent_kwargs)
     if inspect.isclass(extension.object):
         _check_run(extension.object.__name__, getattr(extension.object, "run", None), extension.label, "self")
 

@@ -129,9 +129,9 @@ class SGLangEngine:
         common: dict[str, Any] = {
             "timeout_seconds": settings.timeout_seconds,
             "verify": settings.verify,
-            "convert": weight_conversion(config),
+            "convert": weight_conversion(config.weight_sync, config.model, config.rollout),
         }
-        directory = config.run_dir / "weight_sync"
+        directory = config.trainer.run_dir / "weight_sync"
         if config.learner.lora.sends_adapter:
             lora, method = config.learner.lora, settings.method
             del common["convert"]

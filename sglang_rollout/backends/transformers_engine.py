@@ -61,7 +61,7 @@ class TransformersEngine:
         self.config = config
         self._admit_every = admit_every
         self._attention = attention
-        self._weights = WeightDirectory(config.run_dir / "weight_sync")
+        self._weights = WeightDirectory(config.trainer.run_dir / "weight_sync")
         self._models: dict[str, BatchedModel] = {}
 
     def server(self, index: int, *, model_path: str, **where: Any) -> TransformersServer:
@@ -79,7 +79,12 @@ class TransformersEngine:
     def weight_sync(self, base_urls: Sequence[str]) -> TransformersWeightSync:
         """Weights go through files in the run's directory."""
         model_path = Path(self.config.model.path)
-        return TransformersWeightSync(base_urls, self._weights, model_path, weight_conversion(self.config))
+        return TransformersWeightSync(
+            base_urls,
+            self._weights,
+            model_path,
+            weight_conversion(self.config.weight_sync, self.config.model, self.config.rollout),
+        )
 
 
 class TransformersServer:

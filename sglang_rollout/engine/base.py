@@ -536,7 +536,7 @@ def check_engine(config: Config) -> None:
             f"{label} has no engine on several nodes (spans = True): rollout.engine.tensor_parallel_size={size} is "
             f"above cluster.gpus_per_node={per_node}: lower it"
         )
-    log_file = config.run_dir / "logs" / "engine_0.log"
+    log_file = config.trainer.run_dir / "logs" / "engine_0.log"
     made = "http://127.0.0.1:9"
     server: dict[str, Any] = {"model_path": config.model.path, "host": "127.0.0.1", "log_file": log_file}
     server |= {"tokenizer": False, "weights_from_sync": True, "gpu_ids": None}

@@ -135,8 +135,8 @@ def check_served_model(config: Config) -> None:
             "conversion/hf_to_mcore.py does in what it writes"
         )
     if architecture.sliding_window is not None:
-        _check_window(config, served, architecture.sliding_window)
-    check_longest_text(config, architecture)
+        _check_window(config.data, config.rollout, config.model, served, architecture.sliding_window)
+    check_longest_text(config.data, config.rollout, config.model, architecture)
     _check_longrope(config.model.path, served, architecture)
     _check_expert_groups(config.rollout, config.model, architecture)
     on_cpu = resolve_device(config.rollout.engine.device) == "cpu"
@@ -149,7 +149,9 @@ def check_served_model(config: Config) -> None:
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
 
 
-def check_longest_text(config: Config, architecture: Architecture) -> None:
+def check_longest_text(
+    data: DataConfig, rollout: RolloutConfig, model: ModelConfig, architecture: Architecture
+) -> None:
     """Refuse texts that are longer than ``Architecture.longest_text``, with any engine.
 
     SGLang takes longrope's long factors for all that it computes together, from the first token beyond
@@ -160,12 +162,12 @@ def check_longest_text(config: Config, architecture: Architecture) -> None:
         ConfigError: naming the keys and both cures.
     """
     limit = architecture.longest_text
-    longest = _longest_text(config.data, config.rollout)
+    longest = _longest_text(data, rollout)
     if limit is None or longest <= limit or architecture.rope_scaling is None:
         return
     factor = architecture.rope_scaling.attention_factor
     raise ConfigError(
-        f"model.path={config.model.path}: its longrope positions have other factors in texts of more than "
+        f"model.path={model.path}: its longrope positions have other factors in texts of more than "
         f"original_max_position_embeddings={limit} tokens, which engines change to in the middle of a text, and the "
         f"learner does not compute. Keep data.max_prompt_length + data.max_response_length, {longest} now, within it; "
         "or have every text use the long factors: in config.json set short_factor to long_factor, "
@@ -324,12 +326,14 @@ def unfilled_output_layer(hf_config: Mapping[str, Any], served: Sequence[str]) -
     )
 
 
-def _check_window(config: Config, served: Sequence[str], window: int) -> None:
+def _check_window(
+    data: DataConfig, rollout: RolloutConfig, model: ModelConfig, served: Sequence[str], window: int
+) -> None:
     whole = [name for name in served if name in WHOLE_PAST]
-    longest = _longest_text(config.data, config.rollout)
+    longest = _longest_text(data, rollout)
     if whole and window < longest:
         raise ConfigError(
-            f"model.path={config.model.path}: its attention has a window (sliding_window={window}), but that of "
+            f"model.path={model.path}: its attention has a window (sliding_window={window}), but that of "
             f"SGLang's {whole[0]} sees the whole past: engine and learner would part where a text grows longer. Keep "
             f"data.max_prompt_length + data.max_response_length, {longest} now, within the window; or set "
             "sliding_window to null in config.json, and both see the whole past"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_retool.config import Config, ConfigError, RolloutConfig
+from megatron_retool.config import ConfigError, DataConfig, RolloutConfig
 from megatron_retool.registry import Extension, ExtensionError
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
@@ -314,12 +314,11 @@ def environment_of(rollout: RolloutConfig) -> Extension[Callable[..., Any]]:
     return made
 
 
-def make_environment_loop(config: Config, setup: AgentSetup) -> EnvironmentLoop:
+def make_environment_loop(rollout: RolloutConfig, data: DataConfig, setup: AgentSetup) -> EnvironmentLoop:
     """The agent of rollout.environment.
 
     Raises:
         ExtensionError: see ``environment_of`` and ``EnvironmentLoop``.
     """
-    rollout = config.rollout
-    made = environment_of(config.rollout)
-    return EnvironmentLoop(setup, made, rollout.environment_timeout_seconds, config.data.max_prompt_length)
+    made = environment_of(rollout)
+    return EnvironmentLoop(setup, made, rollout.environment_timeout_seconds, data.max_prompt_length)

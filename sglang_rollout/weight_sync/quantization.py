@@ -23,7 +23,7 @@ from conversion.model.block_fp8 import (
     takes_power_of_two,
 )
 from conversion.model.weight_map import WeightMap
-from megatron_retool.config import Config, ModelConfig
+from megatron_retool.config import ModelConfig, RolloutConfig, WeightSyncConfig
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -123,12 +123,13 @@ def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> torch
     return rounded.view(rows, -1)[:, :columns].to(weight.dtype).contiguous()
 
 
-def weight_conversion(config: Config) -> Callable[[Bucket], Bucket] | None:
+def weight_conversion(
+    sync: WeightSyncConfig, model: ModelConfig, rollout: RolloutConfig
+) -> Callable[[Bucket], Bucket] | None:
     """What weight_sync.round_to or rollout.engine.quantization make of weights on their way; None: nothing."""
-    sync = config.weight_sync
     if sync.round_to is not None:
-        return Rounding(config.model, sync.round_to, sync.round_group_size, sync.fp8_scales)
-    return Fp8(config.model, sync.fp8_scales) if config.rollout.engine.quantization == "fp8" else None
+        return Rounding(model, sync.round_to, sync.round_group_size, sync.fp8_scales)
+    return Fp8(model, sync.fp8_scales) if rollout.engine.quantization == "fp8" else None
 
 
 def _weight_map(model: ModelConfig) -> WeightMap:

@@ -34,7 +34,7 @@ def watchdog(tmp_path: Path, console: Console, action: str = "dump", **options: 
         None,
         [f"trainer.runs_dir={tmp_path}", "trainer.hang_timeout_seconds=0.8", f"trainer.hang_action={action}"],
     )
-    return HangWatchdog(config, console, **options)
+    return HangWatchdog(config.trainer, console, **options)
 
 
 def stacks(tmp_path: Path) -> list[Path]:
@@ -141,7 +141,7 @@ def test_starting_has_a_limit_of_its_own(tmp_path: Path) -> None:
     console = Console(record=True, width=400)
 
     async def start(seconds: float) -> None:
-        async with HangWatchdog(config, console) as dog:
+        async with HangWatchdog(config.trainer, console) as dog:
             with dog.watch_start(StepTimer()).phase(Phase.START_ENGINES):
                 await asyncio.sleep(seconds)
 

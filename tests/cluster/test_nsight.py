@@ -35,10 +35,10 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
 
 
 def test_ranks_that_record_nothing_run_as_ever(tmp_path: Path) -> None:
-    assert nsight_environment(settings(tmp_path), "learner", 1, {}) == {}
+    assert nsight_environment(settings(tmp_path).trainer, "learner", 1, {}) == {}
     torch_tool = settings(tmp_path, "trainer.profiler.tool=torch")
-    assert nsight_environment(torch_tool, "learner", 0, {}) == {}
-    assert nsight_environment(settings(tmp_path, "trainer.profiler.ranks=[]"), "critic", 1, {}) != {}
+    assert nsight_environment(torch_tool.trainer, "learner", 0, {}) == {}
+    assert nsight_environment(settings(tmp_path, "trainer.profiler.ranks=[]").trainer, "critic", 1, {}) != {}
 
 
 def test_a_rank_runs_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_rank_runs_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (programs / "nsys").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     config = settings(tmp_path)
-    options: dict[str, Any] = {"env_vars": {"A": "1"}} | nsight_environment(config, "learner", 0, {"A": "1"})
+    options: dict[str, Any] = {"env_vars": {"A": "1"}} | nsight_environment(config.trainer, "learner", 0, {"A": "1"})
     environment = RuntimeEnv(**options)
     plugin, context = NsightPlugin(str(tmp_path / "session" / "resources")), RuntimeEnvContext()
     asyncio.run(plugin.create(None, environment, context))
@@ -65,5 +65,5 @@ def test_a_rank_runs_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (
         given[0] == "profile" and "--capture-range=cudaProfilerApi" in given and "--capture-range-end=repeat:2" in given
     )
-    assert given[given.index("-o") + 1] == str(config.run_dir.absolute() / "profile" / "learner_rank0_%p")
+    assert given[given.index("-o") + 1] == str(config.trainer.run_dir.absolute() / "profile" / "learner_rank0_%p")
     assert given[given.index("-t") + 1] == "cuda,nvtx,cublas"

@@ -63,7 +63,7 @@ def placement_of(config: Config) -> Placement:
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[tuple[SandboxGroup, io.StringIO]]:
     said = io.StringIO()
-    group = SandboxGroup(config, Console(file=said, width=300))
+    group = SandboxGroup(config.tools.code_interpreter, config.trainer.run_dir, Console(file=said, width=300))
     try:
         async with group.client:
             await group.start(placement_of(config))
@@ -116,10 +116,11 @@ def test_code_runs_on_while_servers_owners_and_a_node_die(
     monkeypatch.setattr(sandbox_group, "CHECK_SECONDS", 0.2)
 
     async def scenario() -> None:
-        async with running(configuration(tmp_path)) as (group, said):
+        config = configuration(tmp_path)
+        async with running(config) as (group, said):
             client, (first, second) = group.client, group.client.urls
             assert [await ask(group, i, lambda _: ray.get_runtime_context().get_node_id()) for i in (0, 1)] == list(
-                placement_of(group.config).node_ids
+                placement_of(config).node_ids
             )
             assert first != second
             for url in (first, second):

@@ -244,4 +244,4 @@ def test_the_demo_with_experts_computes_in_two_precisions():
     assert config.learner.routing_replay == "rollout"
     dense = load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo_cpu")])
     assert not dense.demo.num_experts and dense.rollout.engine.dtype == "float32"
-    assert config.run_dir != dense.run_dir
+    assert config.trainer.run_dir != dense.trainer.run_dir

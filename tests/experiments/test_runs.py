@@ -85,11 +85,11 @@ class Commands:
             steps = config.trainer.total_steps
             for step in range(config.trainer.save_freq, steps, config.trainer.save_freq):
                 if config.trainer.keep_every and step % config.trainer.keep_every == 0:
-                    write_checkpoint(config.run_dir, step)
-            write_run(config.run_dir.parent, config.run_dir.name, [0.5] * steps)
+                    write_checkpoint(config.trainer.run_dir, step)
+            write_run(config.trainer.run_dir.parent, config.trainer.run_dir.name, [0.5] * steps)
         else:
             assert Path(config.model.path).name == "export"
-            write_evaluation(config.run_dir, {"gcd": [1.0, 0.0], "arithmetic": [1.0]})
+            write_evaluation(config.trainer.run_dir, {"gcd": [1.0, 0.0], "arithmetic": [1.0]})
         return 0
 
     @property
@@ -217,13 +217,13 @@ def test_the_quick_forms_base_is_made_of_less(chosen, tmp_path, monkeypatch):
 
     def fine_tune(config, stages, arguments):
         made["config"] = load_config(arguments[1], arguments[2:])
-        make_base(config.run_dir, variant=config.demo.variant)
+        make_base(config.trainer.run_dir, variant=config.demo.variant)
 
     monkeypatch.setattr(runs, "fine_tune", fine_tune)
     monkeypatch.setattr(runs.Stages, "run", lambda *_, **__: None)
     base = runs.make_base(tmp_path, chosen, True, Console())
     config, whole = made["config"], load_config(chosen.config)
-    assert base.sft_hf == config.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
+    assert base.sft_hf == config.trainer.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
     for stage, full in zip(config.sft.stages, whole.sft.stages, strict=True):
         assert stage.steps < full.steps and stage.optimizer == full.optimizer
         assert all(Path(file).parent == base.data for file in stage.train_files)

@@ -63,10 +63,10 @@ def test_texts_that_outgrow_longrope_are_refused_with_any_engine(tmp_path):
 
 def test_compression_needs_its_package(tmp_path, monkeypatch):
     config = load_config(None, [f"trainer.runs_dir={tmp_path}", "trainer.checkpoint_compression=zstd"])
-    check_run(config)
+    check_run(config.trainer, config.learner, config.cluster)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="checkpoint_compression=zstd needs the Python package zstandard"):
-        check_run(config)
+        check_run(config.trainer, config.learner, config.cluster)
 
 
 @pytest.mark.parametrize(

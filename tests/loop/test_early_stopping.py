@@ -139,7 +139,7 @@ def train(
         leave_in, killed_in: steps in which the run is asked to leave, or ends at once.
     """
     console, leave = Console(record=True, width=400, file=io.StringIO()), LeaveRequest()
-    model, resume = Weights(config.run_dir), find_resume_point(config)
+    model, resume = Weights(config.trainer.run_dir), find_resume_point(config.trainer)
     if resume is not None and announce_resume(config, resume, console):
         return True, console.export_text()
     run = run_of(config, console, config.trainer.total_steps or 0)
@@ -180,7 +180,7 @@ def train(
 
 def validated(config: Config) -> tuple[list[int], list[int]]:
     """Steps of full and of quick validations."""
-    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    rows = read_metrics(config.trainer.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(len(rows)))
     return [row["step"] for row in rows if METRIC in row], [row["step"] for row in rows if QUICK in row]
 
@@ -213,8 +213,8 @@ def test_the_run_ends_as_a_complete_one(
     assert finished
     assert validated(config) == (full, quick)
     assert f"in the 2 validations since (trainer.early_stopping.patience=2): step {last} of 20 is the last one" in text
-    assert complete_checkpoints(config.run_dir)[-1].step == last
-    row = read_metrics(config.run_dir / "metrics.jsonl")[-1]
+    assert complete_checkpoints(config.trainer.run_dir)[-1].step == last
+    row = read_metrics(config.trainer.run_dir / "metrics.jsonl")[-1]
     assert row["early_stopping/waited"] == 2 and row["early_stopping/best_step"] == (4 if metric == METRIC else 6)
     assert "timing_s/save_checkpoint" in row
 
@@ -231,5 +231,5 @@ def test_without_a_metric_the_run_reaches_its_last_step(tmp_path: Path, monkeypa
     finished, text = train(config, monkeypatch)
     assert finished and "early stopping" not in text
     assert validated(config) == ([0, 4, 8, 12, 16, 20], [2, 6, 10, 14, 18])
-    assert not any(name.startswith("early_stopping") for row in read_metrics(config.run_dir / "metrics.jsonl")
+    assert not any(name.startswith("early_stopping") for row in read_metrics(config.trainer.run_dir / "metrics.jsonl")
                    for name in row)  # fmt: skip

@@ -211,7 +211,7 @@ def test_group_tells_why_a_rank_wrote_nothing(tmp_path: Path) -> None:
 def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     """Whatever ends the run, once its processes are gone; what an earlier run left goes at the start, and is named."""
     config = load_config(None, [f"trainer.runs_dir={tmp_path}"])
-    (config.run_dir / "checkpoints" / "global_step_4").mkdir(parents=True)
+    (config.trainer.run_dir / "checkpoints" / "global_step_4").mkdir(parents=True)
     console = Console(file=io.StringIO(), soft_wrap=True)
 
     class StoppedDeployment:
@@ -219,8 +219,8 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
             self.watchdog = contextlib.nullcontext()
 
         async def __aenter__(self):
-            assert not (config.run_dir / "checkpoints" / "global_step_4").exists()
-            checkpoint_workspace(config.run_dir, 5)
+            assert not (config.trainer.run_dir / "checkpoints" / "global_step_4").exists()
+            checkpoint_workspace(config.trainer.run_dir, 5)
             raise asyncio.CancelledError
 
         async def __aexit__(self, *_):
@@ -229,5 +229,5 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "Deployment", StoppedDeployment)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(train_module.train(config, console, LeaveRequest()))
-    assert list((config.run_dir / "checkpoints").iterdir()) == []
+    assert list((config.trainer.run_dir / "checkpoints").iterdir()) == []
     assert "global_step_4: it was not complete" in console.file.getvalue()

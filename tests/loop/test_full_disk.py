@@ -31,7 +31,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
          "trainer.loggers=[jsonl]", "data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"],
     )  # fmt: skip
     group = [trajectory(0), trajectory(1)]
-    rollouts = config.run_dir / "rollouts"
+    rollouts = config.trainer.run_dir / "rollouts"
     saved: list[int] = []
     batches: list[weakref.ref[TrajectoryBatch]] = []
 
@@ -82,7 +82,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
         f"step_00000{step}.{kind}" for step in (1, 3) for kind in ("learner.parquet", "parquet", "time.json")
     ]
     assert len(read_trajectories(rollouts / "step_000003.parquet")) == 2
-    rows = read_metrics(config.run_dir / "metrics.jsonl")
+    rows = read_metrics(config.trainer.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and saved == [3]
     # Two parquet files and the times of the step, and then the row itself.
     assert [row.get("monitor/write_errors") for row in rows] == [None, 3.0, 4.0]

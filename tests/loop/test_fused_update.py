@@ -223,7 +223,12 @@ def test_the_cases_are_what_they_are_named_after(found: dict[str, Any]) -> None:
 
 def source(*overrides: str, updates: int | None = None, cut_rollouts: int = 0) -> tuple[OldLogProbs, str]:
     config = load_config(None, [*ONE_UPDATE, *overrides])
-    found = old_log_probs_source(config, expected_updates(config) if updates is None else updates, cut_rollouts)
+    found = old_log_probs_source(
+        config.learner,
+        config.algorithm,
+        expected_updates(config.learner, config.data, config.rollout) if updates is None else updates,
+        cut_rollouts,
+    )
     assert found.reason in found.sentence
     return found.source, found.reason
 
@@ -283,11 +288,11 @@ def test_a_batch_with_fewer_rollouts_or_longer_ones_decides_anew() -> None:
     config = load_config(None, TWO_UPDATES)
     rng = np.random.default_rng(0)
     rows = [rollout(rng, group, index) for group in range(2) for index in range(8)]
-    assert not source_of(config, TrajectoryBatch.from_trajectories(rows)).fused
-    assert source_of(config, TrajectoryBatch.from_trajectories(rows[:8])).fused
+    assert not source_of(config.learner, config.algorithm, TrajectoryBatch.from_trajectories(rows)).fused
+    assert source_of(config.learner, config.algorithm, TrajectoryBatch.from_trajectories(rows[:8])).fused
     whole = next(row for row in rows if len(row.response_ids) >= 6)
     segments = TrajectoryBatch.from_trajectories(cut(whole, [2, 4]))
     tokens = int(segments.total_lengths.sum())
     for budget, fused in ((tokens, True), (tokens - 1, False)):
         narrow = load_config(None, [*TWO_UPDATES, f"learner.max_tokens_per_micro_batch={budget}"])
-        assert source_of(narrow, segments).fused is fused
+        assert source_of(narrow.learner, narrow.algorithm, segments).fused is fused

@@ -83,6 +83,6 @@ def test_a_validation_is_given_up(
         finished = asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, leave))
     assert not finished and time.monotonic() - began < 60
     assert stopped == [asked_after] and saved == rows[-1:]
-    path = config.run_dir / "metrics.jsonl"
+    path = config.trainer.run_dir / "metrics.jsonl"
     assert [row["step"] for row in (read_metrics(path) if path.exists() else [])] == rows
     assert said in console.export_text()

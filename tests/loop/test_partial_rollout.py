@@ -74,7 +74,7 @@ class Loop:
             tools=SimpleNamespace(take_metrics=dict),
             total_steps=99,
         )
-        learner, resume = FakeLearner(), find_resume_point(config)
+        learner, resume = FakeLearner(), find_resume_point(config.trainer)
         self.checkpointer = Checkpointer(config, self.run.console, lambda: {"learner": learner}, resume)
 
     @staticmethod
@@ -139,7 +139,7 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
     done = groups_of(before + after)
     assert len(done) == 6 * GROUPS
     # 2 x 3 groups are always under way, so 6 steps draw 6 x 3 + 3 prompts; each is done, or waits in the checkpoint.
-    last = complete_checkpoints(second.run.config.run_dir)[-1]
+    last = complete_checkpoints(second.run.config.trainer.run_dir)[-1]
     position = last.read("prompt_source.json")
     waiting = [group.group_id for group in read_paused_groups(last.paused_groups)]
     assert position["drawn"] == 6 * GROUPS + GROUPS and sorted(position["again"]) == sorted(waiting)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.checks import check_profiler
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.monitor.metrics import StepTimer
@@ -113,21 +113,22 @@ def test_settings_that_record_nothing_are_refused(overrides: list[str], words: s
         load_config(None, [f"trainer.profiler.{each}" for each in overrides])
 
 
-def with_profiler(*overrides: str) -> Config:
-    return load_config(None, [*(f"trainer.profiler.{each}" for each in overrides), "trainer.profiler.steps=[3]"])
+def check(*overrides: str) -> None:
+    config = load_config(None, [*(f"trainer.profiler.{each}" for each in overrides), "trainer.profiler.steps=[3]"])
+    check_profiler(config.trainer, config.learner, config.cluster)
 
 
 def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_profiler(with_profiler("tool=none", "ranks=[99]"))
-    check_profiler(with_profiler("tool=torch"))
+    check("tool=none", "ranks=[99]")
+    check("tool=torch")
     with pytest.raises(ConfigError, match=r"ranks names rank 1, and the learner's are 0 to 0"):
-        check_profiler(with_profiler("tool=torch", "ranks=[1]"))
+        check("tool=torch", "ranks=[1]")
     with pytest.raises(ConfigError, match=r"tool=nsys records CUDA, and cluster\.gpus_per_node=0"):
-        check_profiler(with_profiler("tool=nsys"))
+        check("tool=nsys")
     on_gpus = load_config(None, ["trainer.profiler.tool=nsys", "trainer.profiler.steps=[3]", "cluster.gpus_per_node=1"])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="needs Nsight Systems, whose program nsys is not on PATH"):
-        check_profiler(on_gpus)
+        check_profiler(on_gpus.trainer, on_gpus.learner, on_gpus.cluster)
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
-    check_profiler(on_gpus)
+    check_profiler(on_gpus.trainer, on_gpus.learner, on_gpus.cluster)

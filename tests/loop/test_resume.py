@@ -39,12 +39,12 @@ class Run:
 
     def __init__(self, directory: Path, config: Config) -> None:
         self.config = changed(config, {"trainer.runs_dir": str(directory)})
-        self.checkpoint = Checkpoint(self.config.run_dir / "checkpoints" / "global_step_3", 3)
+        self.checkpoint = Checkpoint(self.config.trainer.run_dir / "checkpoints" / "global_step_3", 3)
         self.checkpoint.path.mkdir(parents=True)
         self.ran_as({})
 
     def ran_as(self, settings: Mapping[str, Any], steps: int = 3) -> None:
-        save_config(changed(self.config, settings), self.config.run_dir / "config.yaml")
+        save_config(changed(self.config, settings), self.config.trainer.run_dir / "config.yaml")
         (self.checkpoint.path / "trainer_state.json").write_text(json.dumps({"total_steps": steps}))
 
     def asked(self, settings: Mapping[str, Any]) -> tuple[bool, str]:
@@ -71,7 +71,7 @@ def test_settings_that_come_too_late_are_named(run: Run) -> None:
     finished, text = run.asked({"learner.optimizer.lr": 5e-5})
     assert finished
     before = run.config.learner.optimizer.lr
-    file = run.config.run_dir / "config.yaml"
+    file = run.config.trainer.run_dir / "config.yaml"
     assert text.startswith(f"settings that are not those of {file}:\n  learner.optimizer.lr: {before}, now 5e-05\n")
     assert "nothing to train, and these settings have no effect" in text
 
@@ -142,7 +142,8 @@ def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path
 
     def said() -> str:
         console = Console(file=io.StringIO(), width=80)
-        announce_start(changed(run.config, settings), console)
+        config = changed(run.config, settings)
+        announce_start(config.model, config.trainer, console)
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     assert said() == ""  # not complete
@@ -152,7 +153,7 @@ def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path
         "and random state start over\n"
     )
     del settings["model.mcore_path"]
-    own = run.config.run_dir / "checkpoints" / "weights_step_2"
+    own = run.config.trainer.run_dir / "checkpoints" / "weights_step_2"
     own.mkdir()
     (own / "COMPLETE").touch()
     assert said().startswith(f"{own} holds only weights, from which no run resumes: this one starts over")

@@ -57,9 +57,9 @@ class Weights:
 
 def train(config: Config) -> None:
     """The loop from its newest checkpoint on. What is sampled and learned stands for the step alone."""
-    model = Weights(config.run_dir)
+    model = Weights(config.trainer.run_dir)
     run = run_of(config, Console(quiet=True), STEPS)
-    checkpointer = Checkpointer(config, run.console, lambda: {"learner": model}, find_resume_point(config))
+    checkpointer = Checkpointer(config, run.console, lambda: {"learner": model}, find_resume_point(config.trainer))
 
     class Drawn(Experience):
         async def take(self, step: int) -> Collected:
@@ -83,11 +83,11 @@ def train(config: Config) -> None:
         return state
 
     async def validate(run: Any, step: int, log: Any) -> dict[str, float]:
-        write_trajectories([trajectory(0)], config.run_dir / "validation" / f"step_{step:06d}.parquet")
+        write_trajectories([trajectory(0)], config.trainer.run_dir / "validation" / f"step_{step:06d}.parquet")
         return {"val-core/all/acc/mean@1": float(step)}
 
     async def validate_quickly(run: Any, step: int) -> dict[str, float]:
-        write_trajectories([trajectory(0)], config.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
+        write_trajectories([trajectory(0)], config.trainer.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
         return {"val-quick/all/acc/mean@1": float(step)}
 
     checkpointer_module.link_weights = shutil.copytree
@@ -105,7 +105,7 @@ def in_another_process(config: Config, change: int | None = None) -> int:
         os.fsync = lambda descriptor: None  # nobody cuts the power
         try:
             if change is not None:
-                end_before_change(change, config.run_dir)
+                end_before_change(change, config.trainer.run_dir)
             train(config)
         except BaseException:
             traceback.print_exc()
@@ -149,7 +149,7 @@ def scalar_steps(directory: Path) -> list[int]:
 
 
 def check(config: Config) -> None:
-    run_dir = config.run_dir
+    run_dir = config.trainer.run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [(row["step"], row.get("actor/steps")) for row in rows] == [(0, None), (1, 1.0), (2, 2.0)]
     assert [row["val-core/all/acc/mean@1"] for row in rows if row["step"] != 1] == [0.0, 2.0]

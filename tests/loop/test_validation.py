@@ -133,7 +133,9 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
     assert {"val-quick/aime_2025/acc/pass@2", "val-quick/all/reward/mean@2", "val-quick/tool/use_rate"} <= set(quick)
     assert all(name.startswith("val-quick/") for name in quick) and not quick.keys() & full.keys()
 
-    files = {path.relative_to(config.run_dir).as_posix(): path for path in config.run_dir.rglob("*.parquet")}
+    files = {
+        path.relative_to(config.trainer.run_dir).as_posix(): path for path in config.trainer.run_dir.rglob("*.parquet")
+    }
     assert set(files) == {"validation/step_000004.parquet", "validation_quick/step_000006.parquet"}
     stored = read_trajectories(files["validation_quick/step_000006.parquet"])
     assert [(t.group_id, t.index) for t in stored] == [(group, index) for group in (1, 8, 14) for index in (0, 1)]
@@ -148,8 +150,13 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
 
 
 def asked_for(metric: str, *overrides: str) -> None:
-    check_named_metrics(load_config(None, [f"trainer.early_stopping.metric={metric}", *overrides]))
-    check_named_metrics(load_config(None, ["trainer.keep_best=1", f"trainer.best_metric={metric}", *overrides]))
+    check(f"trainer.early_stopping.metric={metric}", *overrides)
+    check("trainer.keep_best=1", f"trainer.best_metric={metric}", *overrides)
+
+
+def check(*overrides: str) -> None:
+    config = load_config(None, list(overrides))
+    check_named_metrics(config.trainer, config.data, config.rollout)
 
 
 QUICKLY = ("trainer.quick_test_freq=2", "rollout.quick_val.n=2")
@@ -183,7 +190,7 @@ def test_unknown_names_are_refused_with_the_nearest(metric: str, words: str) -> 
         asked_for(metric, *QUICKLY)
     assert str(caught.value).startswith(f"trainer.early_stopping.metric={metric} is no metric of this run's valid")
     with pytest.raises(ConfigError, match=rf"^trainer\.best_metric={metric} is no metric"):
-        check_named_metrics(load_config(None, ["trainer.keep_best=1", f"trainer.best_metric={metric}", *QUICKLY]))
+        check("trainer.keep_best=1", f"trainer.best_metric={metric}", *QUICKLY)
 
 
 def test_the_files_tell_sources_and_their_groups(tmp_path: Path) -> None:

@@ -161,12 +161,12 @@ def test_machines() -> None:
 
 def test_models_are_found_by_directory_by_path_and_by_name(tmp_path: Path) -> None:
     config = load_config(DENSE)
-    assert resolve_architecture(config)[0] == "qwen2.5-32b"
-    assert resolve_architecture(config, "Qwen/Qwen3-30B-A3B-Instruct-2507")[0] == "qwen3-30b-a3b"
+    assert resolve_architecture(config.model, config.demo)[0] == "qwen2.5-32b"
+    assert resolve_architecture(config.model, config.demo, "Qwen/Qwen3-30B-A3B-Instruct-2507")[0] == "qwen3-30b-a3b"
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
-    assert resolve_architecture(config, str(tmp_path))[1] == preset("qwen3-8b")
+    assert resolve_architecture(config.model, config.demo, str(tmp_path))[1] == preset("qwen3-8b")
     with pytest.raises(ConfigError, match="'gpt-5' has no config.json and is not one of the known models"):
-        resolve_architecture(config, "gpt-5")
+        resolve_architecture(config.model, config.demo, "gpt-5")
     with pytest.raises(ConfigError, match="is not one of"):
         preset("gpt-5")
 

@@ -20,6 +20,7 @@ from megatron_retool.config import (
     Fp8Config,
     LearnerConfig,
     LoraConfig,
+    ModelConfig,
     MtpConfig,
     OptimizerConfig,
     RecomputeConfig,
@@ -261,7 +262,9 @@ def learner_32b(**changes: Any) -> LearnerConfig:
 def plan(learner: LearnerConfig, **algorithm: Any) -> memory.LearnerMemory:
     architecture = preset("qwen2.5-32b")
     config = Config(learner=learner, algorithm=AlgorithmConfig(**algorithm))
-    return memory.learner_memory(config, architecture, learner.layout(architecture))
+    return memory.learner_memory(
+        config.learner, config.algorithm, config.model, architecture, learner.layout(architecture)
+    )
 
 
 def test_the_published_recipe_on_eight_gpus() -> None:
@@ -386,7 +389,7 @@ def test_layers_for_multi_token_prediction_have_their_price_on_the_last_stage() 
     one = LearnerConfig(mtp=trained.mtp)
     algorithm = AlgorithmConfig(kl_in_loss=0.1)
     found, without = (
-        memory.learner_memory(Config(learner=learner, algorithm=algorithm), mimo, one.layout(mimo))
+        memory.learner_memory(learner, algorithm, ModelConfig(), mimo, one.layout(mimo))
         for learner in (one, replace(plain, world_size=1, pipeline_model_parallel_size=1))
     )
     assert found.parameters - without.parameters == pytest.approx(2 * own, rel=1e-5)

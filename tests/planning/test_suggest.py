@@ -41,7 +41,7 @@ RECOMPUTING_ALL = (
 
 def planner(file: str, gpus: str, *overrides: str) -> Planner:
     config = load_config(file, overrides)
-    _, architecture = resolve_architecture(config)
+    _, architecture = resolve_architecture(config.model, config.demo)
     return Planner(config, architecture, parse_machines(gpus), workload_of(config))
 
 
@@ -164,7 +164,7 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
 def test_a_model_that_no_node_holds_gets_engines_of_several() -> None:
     file = "configs/retool_qwen3_235b_a22b_16x8h100.yaml"
     config = load_config(file)
-    _, architecture = resolve_architecture(config)
+    _, architecture = resolve_architecture(config.model, config.demo)
     plan = Planner(config, architecture, parse_machines("H100x128", per_node=4), workload_of(config))
     found = plan.suggestions()
     assert len(found) == 5
@@ -207,7 +207,7 @@ def test_whatever_is_suggested_would_be_submitted(
 ) -> None:
     gpus, per_node = cluster
     config = load_config(file, own)
-    _, architecture = resolve_architecture(config)
+    _, architecture = resolve_architecture(config.model, config.demo)
     plan = Planner(config, architecture, parse_machines(gpus, per_node), workload_of(config))
     rollout = plan.generation(config)
     plan.generation = lambda _: rollout  # type: ignore[method-assign]  # how fast a layout is does not matter here

@@ -350,7 +350,7 @@ def test_the_recipes_settings_win_time(name: str, gpus: str, before: float, shar
     seconds = []
     for overrides in (AS_BEFORE, ()):
         config = load_config(f"configs/retool_{name}.yaml", overrides)
-        _, architecture = resolve_architecture(config)
+        _, architecture = resolve_architecture(config.model, config.demo)
         layout, workload = config.learner.layout(architecture), workload_of(config)
         step = predict_step(config, architecture, layout, parse_machines(gpus), workload)
         seconds.append(step.total)

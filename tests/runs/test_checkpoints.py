@@ -50,19 +50,21 @@ def names(run_dir):
 
 def test_weights_alone_are_no_resume_point(tmp_path):
     config = settings(tmp_path)
-    weights = make_weights(config.run_dir, 12)
-    assert weights_checkpoints(config.run_dir) == [weights] and complete_checkpoints(config.run_dir) == []
-    assert find_resume_point(config) is None
-    assert "weights_step_12 holds only weights), so the same command starts over" in how_to_go_on(config)
-    make_checkpoint(config.run_dir, 10)
-    assert find_resume_point(config).step == 10 and "continues after step 10" in how_to_go_on(config)
+    weights = make_weights(config.trainer.run_dir, 12)
+    assert (
+        weights_checkpoints(config.trainer.run_dir) == [weights] and complete_checkpoints(config.trainer.run_dir) == []
+    )
+    assert find_resume_point(config.trainer) is None
+    assert "weights_step_12 holds only weights), so the same command starts over" in how_to_go_on(config.trainer)
+    make_checkpoint(config.trainer.run_dir, 10)
+    assert find_resume_point(config.trainer).step == 10 and "continues after step 10" in how_to_go_on(config.trainer)
     by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={weights.path}")
     with pytest.raises(ConfigError, match=r"holds only the weights of step 12: .*model\.mcore_path=.*weights_step_12"):
-        find_resume_point(by_path)
+        find_resume_point(by_path.trainer)
 
 
 def test_neither_kind_is_deleted_for_the_other(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     start = make_weights(run_dir, 1)
     for step in (2, 3, 4, 5):
         make_checkpoint(run_dir, step)
@@ -70,16 +72,17 @@ def test_neither_kind_is_deleted_for_the_other(tmp_path):
     config = settings(
         tmp_path, "trainer.keep_checkpoints=1", "trainer.keep_weights=2", f"model.mcore_path={start.path}"
     )
-    prune_checkpoints(config, complete_checkpoints(run_dir)[-1])
+    prune_checkpoints(config.trainer, complete_checkpoints(run_dir)[-1])
     assert names(run_dir) == ["global_step_5", *(f"weights_step_{step}" for step in (1, 2, 3, 4, 5))]
-    prune_weights(config, weights_checkpoints(run_dir)[1])
+    prune_weights(config.trainer, config.model, weights_checkpoints(run_dir)[1])
     assert names(run_dir) == ["global_step_5", *(f"weights_step_{step}" for step in (1, 2, 4, 5))]
-    prune_weights(settings(tmp_path), weights_checkpoints(run_dir)[-1])  # all are kept
+    config = settings(tmp_path)
+    prune_weights(config.trainer, config.model, weights_checkpoints(run_dir)[-1])  # all are kept
     assert len(weights_checkpoints(run_dir)) == 4
 
 
 def test_weights_that_were_cut_short_are_removed_and_later_ones_set_aside(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     first = make_checkpoint(run_dir, 1)
     for step in (1, 2):
         make_weights(run_dir, step)
@@ -88,36 +91,36 @@ def test_weights_that_were_cut_short_are_removed_and_later_ones_set_aside(tmp_pa
     workspace = weights_workspace(run_dir, 4).parent
     assert remove_unfinished(run_dir) == sorted([cut_short, workspace])
     back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
-    moved = set_aside_later(back.run_dir, back.trainer, find_resume_point(back))
+    moved = set_aside_later(back.trainer.run_dir, back.trainer, find_resume_point(back.trainer))
     assert names(run_dir) == ["global_step_1", "weights_step_1"] and names(moved) == ["weights_step_2"]
 
 
 def test_only_complete_checkpoints_are_found(tmp_path):
     config = settings(tmp_path)
-    make_checkpoint(config.run_dir, 10)
-    make_checkpoint(config.run_dir, 9)
-    (config.run_dir / "checkpoints" / "global_step_30").mkdir()  # no COMPLETE: a crash while it was written
-    checkpoint_workspace(config.run_dir, 20)  # never committed
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [9, 10]
-    assert find_resume_point(config).step == 10
-    assert find_resume_point(config).read("trainer_state.json") == {"step": 10}
+    make_checkpoint(config.trainer.run_dir, 10)
+    make_checkpoint(config.trainer.run_dir, 9)
+    (config.trainer.run_dir / "checkpoints" / "global_step_30").mkdir()  # no COMPLETE: a crash while it was written
+    checkpoint_workspace(config.trainer.run_dir, 20)  # never committed
+    assert [c.step for c in complete_checkpoints(config.trainer.run_dir)] == [9, 10]
+    assert find_resume_point(config.trainer).step == 10
+    assert find_resume_point(config.trainer).read("trainer_state.json") == {"step": 10}
 
 
 def test_resume_modes(tmp_path):
     config = settings(tmp_path)
-    assert find_resume_point(config) is None
-    first = make_checkpoint(config.run_dir, 1)
-    make_checkpoint(config.run_dir, 2)
-    assert find_resume_point(settings(tmp_path, "trainer.resume_mode=disable")) is None
+    assert find_resume_point(config.trainer) is None
+    first = make_checkpoint(config.trainer.run_dir, 1)
+    make_checkpoint(config.trainer.run_dir, 2)
+    assert find_resume_point(settings(tmp_path, "trainer.resume_mode=disable").trainer) is None
     by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
-    assert find_resume_point(by_path).step == 1
+    assert find_resume_point(by_path.trainer).step == 1
     wrong = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
-        find_resume_point(wrong)
+        find_resume_point(wrong.trainer)
 
 
 def test_what_was_cut_short_is_removed_and_nothing_else(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     whole = make_checkpoint(run_dir, 1)
     cut_short = run_dir / "checkpoints" / "global_step_2"
     (cut_short / "learner").mkdir(parents=True)  # a deletion takes the marker first
@@ -131,18 +134,18 @@ def test_what_was_cut_short_is_removed_and_nothing_else(tmp_path):
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path):
     config = settings(tmp_path)
-    assert "starts over" in how_to_go_on(config)
-    make_checkpoint(config.run_dir, 7)
-    assert "continues after step 7" in how_to_go_on(config)
-    assert "resume_mode=auto" in how_to_go_on(settings(tmp_path, "trainer.resume_mode=disable"))
+    assert "starts over" in how_to_go_on(config.trainer)
+    make_checkpoint(config.trainer.run_dir, 7)
+    assert "continues after step 7" in how_to_go_on(config.trainer)
+    assert "resume_mode=auto" in how_to_go_on(settings(tmp_path, "trainer.resume_mode=disable").trainer)
 
 
 def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path):
     config = settings(tmp_path)
-    run_dir = config.run_dir
+    run_dir = config.trainer.run_dir
     newest = [make_checkpoint(run_dir, step) for step in (1, 2, 3)][-1]
     checkpoint_workspace(run_dir, 4)
-    prune_checkpoints(config, newest)
+    prune_checkpoints(config.trainer, newest)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
 
 
@@ -150,30 +153,30 @@ def test_retention_keeps_milestones_and_the_best(tmp_path):
     config = settings(
         tmp_path, "trainer.keep_checkpoints=1", "trainer.keep_every=4", "trainer.keep_best=1", "trainer.best_metric=acc"
     )
-    newest = [make_checkpoint(config.run_dir, step) for step in range(1, 8)][-1]
+    newest = [make_checkpoint(config.trainer.run_dir, step) for step in range(1, 8)][-1]
     rows = [{"step": step, "acc": value} for step, value in ((2, 0.9), (3, None), (5, 0.7))]
-    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prune_checkpoints(config, newest)
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [2, 4, 7]
+    (config.trainer.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prune_checkpoints(config.trainer, newest)
+    assert [c.step for c in complete_checkpoints(config.trainer.run_dir)] == [2, 4, 7]
     with pytest.raises(ConfigError, match="best_metric"):
         settings(tmp_path, "trainer.keep_best=1")
 
 
 def test_retention_keeps_what_was_just_written_and_what_the_run_went_back_to(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     for step in (1, 2, 8, 9):
         make_checkpoint(run_dir, step)
     config = settings(
         tmp_path, "trainer.keep_checkpoints=1", "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={run_dir}/checkpoints/global_step_1",
     )  # fmt: skip
-    prune_checkpoints(config, make_checkpoint(run_dir, 3))
+    prune_checkpoints(config.trainer, make_checkpoint(run_dir, 3))
     assert [c.step for c in complete_checkpoints(run_dir)] == [1, 3, 9]
 
 
 def test_going_back_sets_aside_what_came_later(tmp_path):
     config = settings(tmp_path)
-    run_dir = config.run_dir
+    run_dir = config.trainer.run_dir
     for step in (1, 2, 3):
         make_checkpoint(run_dir, step)
     for name in (
@@ -193,11 +196,13 @@ def test_going_back_sets_aside_what_came_later(tmp_path):
 
     path = run_dir / "checkpoints" / "global_step_1"
     back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    assert set_aside_later(config.run_dir, config.trainer, find_resume_point(config)) is None  # auto never goes back
-    assert set_aside_later(back.run_dir, back.trainer, None) is None
-    moved = set_aside_later(back.run_dir, back.trainer, find_resume_point(back))
+    assert (
+        set_aside_later(config.trainer.run_dir, config.trainer, find_resume_point(config.trainer)) is None
+    )  # auto never goes back
+    assert set_aside_later(back.trainer.run_dir, back.trainer, None) is None
+    moved = set_aside_later(back.trainer.run_dir, back.trainer, find_resume_point(back.trainer))
     assert moved.parent == run_dir.parent and moved.name.startswith("e.")
-    assert [c.step for c in complete_checkpoints(run_dir)] == [1] and find_resume_point(config).step == 1
+    assert [c.step for c in complete_checkpoints(run_dir)] == [1] and find_resume_point(config.trainer).step == 1
     assert [c.step for c in complete_checkpoints(moved)] == [2, 3]
     assert files(run_dir) == {
         "rollouts/step_000001.parquet",
@@ -213,11 +218,11 @@ def test_going_back_sets_aside_what_came_later(tmp_path):
         "metrics.jsonl",
     }
     assert (moved / "metrics.jsonl").read_text() == '{"step": 3}\n'
-    assert set_aside_later(back.run_dir, back.trainer, find_resume_point(back)) is None
+    assert set_aside_later(back.trainer.run_dir, back.trainer, find_resume_point(back.trainer)) is None
 
 
 def test_same_step_again_replaces(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     make_checkpoint(run_dir, 1)
     workspace = checkpoint_workspace(run_dir, 1)
     seal_checkpoint(workspace, {"trainer_state.json": {"step": 1, "again": True}})
@@ -227,7 +232,7 @@ def test_same_step_again_replaces(tmp_path):
 
 
 def test_set_aside_moves_and_keeps(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    run_dir = settings(tmp_path).trainer.run_dir
     assert set_aside(run_dir) is None
     make_checkpoint(run_dir, 1)
     moved = set_aside(run_dir)

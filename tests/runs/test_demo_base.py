@@ -22,11 +22,11 @@ def make_base(tmp_path, name, *overrides, without=None):
     config = config_of(tmp_path, name, *overrides)
     for part in ("data/model", "sft", "sft_hf", "sft_mcore"):
         if part != without:
-            (config.run_dir / part).mkdir(parents=True)
+            (config.trainer.run_dir / part).mkdir(parents=True)
     if without != "sft":
-        (config.run_dir / "sft" / "COMPLETE").touch()
-    (config.run_dir / "pipeline.json").write_text(json.dumps({"settings": base_settings(config)}))
-    return DemoBase(config.run_dir)
+        (config.trainer.run_dir / "sft" / "COMPLETE").touch()
+    (config.trainer.run_dir / "pipeline.json").write_text(json.dumps({"settings": base_settings(config)}))
+    return DemoBase(config.trainer.run_dir)
 
 
 def test_a_second_experiment_finds_the_first_ones_base(tmp_path):

@@ -83,20 +83,21 @@ def test_a_model_of_no_run_and_a_config_of_its_own(tmp_path: Path, run_dir: Path
     source = find_source(str(path), overrides=["rollout.engine.device=cpu"])
     assert source.name == "small" and source.config.rollout.val.temperature == 1.0
     assert source.config.rollout.engine.max_total_tokens == CPU_CACHE_TOKENS
-    assert context_length(source.config) == 4096 - RESERVED_TOKENS
+    assert context_length(source.config.rollout, source.config.model) == 4096 - RESERVED_TOKENS
     config = find_source(str(path), config_file=str(run_dir / "config.yaml")).config
     assert config.rollout.val.temperature == 0.25
     served = with_work_directory(config, tmp_path / "scratch")
-    assert served.run_dir == tmp_path / "scratch" / "serving", "a run's own weight_sync/ is not touched"
+    assert served.trainer.run_dir == tmp_path / "scratch" / "serving", "a run's own weight_sync/ is not touched"
 
 
 def test_the_context_is_the_smallest_that_is_said(tmp_path: Path) -> None:
     path = str(model(tmp_path / "small"))
     config = find_source(path, overrides=["rollout.engine.context_length=300"]).config
-    assert context_length(config) == 300
+    assert context_length(config.rollout, config.model) == 300
     unknown = str(model(tmp_path / "unknown", max_position_embeddings=None))
     with pytest.raises(ConfigError, match="no max_position_embeddings: say rollout.engine.context_length"):
-        context_length(find_source(unknown, overrides=["rollout.engine.backend=transformers"]).config)
+        config = find_source(unknown, overrides=["rollout.engine.backend=transformers"]).config
+        context_length(config.rollout, config.model)
 
 
 def test_what_is_nothing(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

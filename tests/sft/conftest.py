@@ -66,7 +66,7 @@ def with_name(config: Config, name: str, **trainer) -> Config:
 
 
 def metrics(config: Config) -> list[dict]:
-    return read_metrics(config.run_dir / "metrics.jsonl")
+    return read_metrics(config.trainer.run_dir / "metrics.jsonl")
 
 
 def losses(config: Config) -> list[float]:

@@ -33,8 +33,8 @@ def test_two_ranks_give_the_same_losses_as_one(config):
     two = dataclasses.replace(with_name(config, "two"), learner=dataclasses.replace(config.learner, world_size=2))
     fine_tune(two, QUIET)
     assert losses(two) == pytest.approx(losses(with_name(config, "one")), abs=2e-5)
-    assert (two.run_dir / "COMPLETE").exists()
-    assert (two.run_dir / "checkpoints" / "global_step_10" / "COMPLETE").exists()
+    assert (two.trainer.run_dir / "COMPLETE").exists()
+    assert (two.trainer.run_dir / "checkpoints" / "global_step_10" / "COMPLETE").exists()
 
 
 def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
@@ -78,12 +78,12 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
 def test_settings_that_cannot_work_are_refused_before_any_work(config, change, message):
     with pytest.raises(ConfigError, match=message):
         fine_tune(change(config), QUIET)
-    assert not config.run_dir.exists()
+    assert not config.trainer.run_dir.exists()
 
 
 def weights(config: Config, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, optimizer states included, whatever layout wrote it."""
-    checkpoint = DistCheckpoint(config.run_dir / "checkpoints" / f"global_step_{step}" / "learner")
+    checkpoint = DistCheckpoint(config.trainer.run_dir / "checkpoints" / f"global_step_{step}" / "learner")
     return {
         key: checkpoint.read(CheckpointPlace(key, (), ()), tuple(stored.size))
         for key, stored in checkpoint.tensors.items()
@@ -138,8 +138,8 @@ def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(
         command.wait()
     left_at = len(metrics(asked))
     assert 2 <= left_at < 60
-    assert [checkpoint.step for checkpoint in complete_checkpoints(asked.run_dir)] == [left_at]
-    assert not (asked.run_dir / "COMPLETE").exists()
+    assert [checkpoint.step for checkpoint in complete_checkpoints(asked.trainer.run_dir)] == [left_at]
+    assert not (asked.trainer.run_dir / "COMPLETE").exists()
 
     assert fine_tune(alone, QUIET)  # on one rank: where it goes on is the same in every layout
     assert [row["step"] for row in metrics(asked)] == list(range(1, 61))

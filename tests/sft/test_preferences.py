@@ -147,7 +147,7 @@ def test_a_run_learns_and_goes_on_from_a_checkpoint(config: Config, tmp_path: Pa
     )
     again = with_name(
         config, config.trainer.experiment_name, resume_mode="resume_path",
-        resume_from_path=str(config.run_dir / "checkpoints" / "global_step_6"),
+        resume_from_path=str(config.trainer.run_dir / "checkpoints" / "global_step_6"),
     )  # fmt: skip
     fine_tune(again, QUIET)
     assert losses(again) == pytest.approx([row["sft/loss"] for row in rows], abs=1e-6)

@@ -31,11 +31,11 @@ def test_stages_follow_one_another_and_learn(config):
     assert rates[13] == max(rates[10:])
     assert rates[-1] < 0.0015
     assert all(row["perf/throughput"] > 0 and row["perf/max_process_memory_gb"] > 0.1 for row in rows)
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [20]
-    assert (config.run_dir / "COMPLETE").exists()
-    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    assert [c.step for c in complete_checkpoints(config.trainer.run_dir)] == [20]
+    assert (config.trainer.run_dir / "COMPLETE").exists()
+    before = (config.trainer.run_dir / "metrics.jsonl").read_bytes()
     fine_tune(config, QUIET)
-    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    assert (config.trainer.run_dir / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("stop", [5, 10, 13])
@@ -63,7 +63,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
         with pytest.raises(Killed):
             fine_tune(stopped, QUIET)
     assert len(metrics(stopped)) == stop + 2
-    assert not (stopped.run_dir / "COMPLETE").exists()
+    assert not (stopped.trainer.run_dir / "COMPLETE").exists()
     fine_tune(stopped, QUIET)
     assert [row["step"] for row in metrics(stopped)] == list(range(1, 21))
     assert losses(stopped) == pytest.approx(losses(with_name(config, "whole")), abs=1e-6)
@@ -71,19 +71,19 @@ def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
         metrics(with_name(config, "whole"))[-1]["sft/val_loss"], abs=1e-6
     )
     with pytest.raises(ConfigError, match="made with other settings.*resume_mode=disable"):
-        (stopped.run_dir / "COMPLETE").unlink()
+        (stopped.trainer.run_dir / "COMPLETE").unlink()
         fine_tune(with_name(config, "stopped", seed=3), QUIET)
 
 
 def test_a_run_goes_back_to_an_older_checkpoint(config):
     config = with_sft(config, save_freq=15)
     fine_tune(config, QUIET)
-    first, origin = losses(config), config.run_dir / "checkpoints" / "global_step_15"
+    first, origin = losses(config), config.trainer.run_dir / "checkpoints" / "global_step_15"
     back = with_name(config, "run", resume_mode="resume_path", resume_from_path=str(origin), keep_checkpoints=1)
     fine_tune(back, QUIET)
-    assert losses(config) == pytest.approx(first, abs=1e-6) and (config.run_dir / "COMPLETE").exists()
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [15, 20]
-    (aside,) = config.run_dir.parent.glob("run.*")
+    assert losses(config) == pytest.approx(first, abs=1e-6) and (config.trainer.run_dir / "COMPLETE").exists()
+    assert [c.step for c in complete_checkpoints(config.trainer.run_dir)] == [15, 20]
+    (aside,) = config.trainer.run_dir.parent.glob("run.*")
     assert [c.step for c in complete_checkpoints(aside)] == [20] and (aside / "COMPLETE").exists()
 
 
@@ -93,5 +93,5 @@ def test_a_full_disk_ends_it_and_the_older_checkpoint_stays(config, monkeypatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, next(free)))
     with pytest.raises(SaveError, match=r"step 20 was not written: .* 0 bytes free.*global_step_10 is intact"):
         fine_tune(config, QUIET)
-    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["global_step_10"]
-    assert not (config.run_dir / "COMPLETE").exists()
+    assert [path.name for path in (config.trainer.run_dir / "checkpoints").iterdir()] == ["global_step_10"]
+    assert not (config.trainer.run_dir / "COMPLETE").exists()

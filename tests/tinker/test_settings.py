@@ -21,7 +21,7 @@ def test_learner_and_engines_have_adapters_of_one_rank(model_directory, tmp_path
     engines = config.rollout.engine.adapters
     assert (config.learner.lora.rank, engines.max_rank) == (32, 32)
     assert config.learner.lora.targets == engines.targets == ["attention", "mlp"]
-    assert config.run_dir == tmp_path / "kept"
+    assert config.trainer.run_dir == tmp_path / "kept"
     own = configured(model_directory, tmp_path, "learner.lora.rank=8", "learner.lora.targets=[mlp]")
     assert (own.rollout.engine.adapters.max_rank, own.rollout.engine.adapters.targets) == (8, ["mlp"])
 
@@ -34,11 +34,14 @@ def test_what_clients_are_told_of_the_model(model_directory, tmp_path):
     config = configured(
         model_directory, tmp_path, "tinker.names=[Qwen/Qwen3-8B]", "learner.lora.targets=[mlp]", "learner.lora.rank=32"
     )
-    near = served_model(config, "model", CONTEXT, on_this_machine=True)
+    near = served_model(config.model, config.learner, config.tinker, "model", CONTEXT, on_this_machine=True)
     assert (near.names, near.vocabulary, near.most_rank) == (("Qwen/Qwen3-8B", "model"), VOCABULARY, 32)
     assert (near.tokenizer, near.finds_texts) == (str(model_directory), True)
     assert (near.adapts_attention, near.adapts_mlp) == (False, True)
-    assert served_model(config, "model", CONTEXT, on_this_machine=False).tokenizer == "Qwen/Qwen3-8B"
+    assert (
+        served_model(config.model, config.learner, config.tinker, "model", CONTEXT, on_this_machine=False).tokenizer
+        == "Qwen/Qwen3-8B"
+    )
 
 
 @pytest.mark.parametrize(

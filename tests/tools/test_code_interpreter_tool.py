@@ -67,4 +67,4 @@ def test_a_trajectory_without_calls_holds_no_worker(server):
 def test_a_session_is_no_part_of_a_fork_or_of_what_is_paused(setting):
     config = load_config(None, ["tools.code_interpreter.session=true", f"rollout.{setting}.enable=true"])
     with pytest.raises(ConfigError, match=f"set rollout.{setting}.enable to false"):
-        check_tools(config)
+        check_tools(config.tools, config.rollout)

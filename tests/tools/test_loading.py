@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.config import Config, ConfigError, MultiTurnConfig, RolloutConfig, ToolsConfig, load_config
+from megatron_retool.config import ConfigError, MultiTurnConfig, RolloutConfig, ToolsConfig, load_config
 from megatron_retool.registry import ExtensionError
 from tools.registry import ToolRegistry, check_tools
 from tools.tool import ToolResult, TrajectoryInfo
@@ -143,7 +143,7 @@ def test_the_configuration_takes_entries_and_anchors_their_files(own: str, monke
     config = load_config(None, [override])
     assert config.rollout.multi_turn.uses_code_interpreter
     assert config.rollout.multi_turn.tools == ["code_interpreter", {"tool": f"{own}:Own", "kwargs": {"factor": 4}}]
-    check_tools(config)
+    check_tools(config.tools, config.rollout)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_wrong_tool_is_one_message(own: str, tmp_path: Path, target: str, kwar
     target = target.format(own=own, bad=tmp_path / "bad.py")
     entry = {"tool": target, "kwargs": kwargs}
     with pytest.raises((ExtensionError, ConfigError), match=said) as caught:
-        check_tools(Config(rollout=RolloutConfig(multi_turn=MultiTurnConfig(tools=[entry]))))
+        check_tools(ToolsConfig(), RolloutConfig(multi_turn=MultiTurnConfig(tools=[entry])))
     assert "rollout.multi_turn.tools[0]" in str(caught.value)
 
 
@@ -228,4 +228,4 @@ def test_two_tools_of_one_name(own: str) -> None:
 def test_a_time_limit_that_is_none_is_refused(own: str, seconds: object) -> None:
     entry = {"tool": f"{own}:Own", "timeout_seconds": seconds}
     with pytest.raises(ConfigError, match=r"tools\[0\].timeout_seconds=.* must be a number of seconds above 0"):
-        check_tools(Config(rollout=RolloutConfig(multi_turn=MultiTurnConfig(tools=[entry]))))
+        check_tools(ToolsConfig(), RolloutConfig(multi_turn=MultiTurnConfig(tools=[entry])))

@@ -120,7 +120,8 @@ def test_phases_begin_and_ranks_last_as_the_loop_stored_it(tmp_path):
     timer = StepTimer()
     timer.spans += [(Phase.GENERATION, 0.5, 2.0), (Phase.STEP, 0.25, 4.0)]
     run = SimpleNamespace(
-        config=SimpleNamespace(run_dir=run_dir), write_errors=SimpleNamespace(tolerated=lambda path: nullcontext())
+        config=SimpleNamespace(trainer=SimpleNamespace(run_dir=run_dir)),
+        write_errors=SimpleNamespace(tolerated=lambda path: nullcontext()),
     )
     store_times(run, 2, timer, {"learner": [1.0, 1.5], "critic": []})
     found = step_time_page(run_dir, 2)

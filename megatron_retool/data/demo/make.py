@@ -15,7 +15,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_retool.config import Config, ConfigError, DemoConfig
+from megatron_retool.config import (
+    Config,
+    ConfigError,
+    DemoConfig,
+    LearnerConfig,
+    RolloutConfig,
+    ToolsConfig,
+    TrainerConfig,
+)
 from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts
 from megatron_retool.data.demo.pretrained import write_smollm2
 from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
@@ -63,9 +71,9 @@ def make_demo(config: Config) -> Path:
         ConfigError: a setting makes no demo, or the directory holds something that make-demo did not write.
     """
     demo = config.demo
-    _check(config)
+    _check(config.demo, config.learner, config.rollout)
     directory = Path(demo.directory)
-    manifest = _manifest(config)
+    manifest = _manifest(config.demo, config.tools, config.trainer)
     if directory.exists():
         found = _read_manifest(directory)
         if found == manifest:
@@ -90,15 +98,14 @@ def make_demo(config: Config) -> Path:
     return directory
 
 
-def _check(config: Config) -> None:
-    demo = config.demo
+def _check(demo: DemoConfig, learner: LearnerConfig, rollout: RolloutConfig) -> None:
     expected = [tool.name for tool in TOOLS[demo.variant]]
-    if demo.variant != "one_tool" and config.rollout.multi_turn.tools != expected:
+    if demo.variant != "one_tool" and rollout.multi_turn.tools != expected:
         raise ConfigError(
             f"demo.variant={demo.variant} teaches the tools {expected}: set rollout.multi_turn.tools to these, not "
-            f"{config.rollout.multi_turn.tools}"
+            f"{rollout.multi_turn.tools}"
         )
-    replay = config.learner.routing_replay
+    replay = learner.routing_replay
     if replay != "none" and demo.enable and not demo.num_experts:
         raise ConfigError(
             f"learner.routing_replay={replay} replays the choice of experts, and demo.num_experts=0 makes a dense "
@@ -119,24 +126,24 @@ def _check(config: Config) -> None:
         )
 
 
-def _manifest(config: Config) -> dict[str, Any]:
-    demo = dataclasses.asdict(config.demo)
-    del demo["directory"], demo["base"], demo["pretrained_file"]
-    if config.demo.pretrained is None:
-        del demo["pretrained"]
-    if not config.demo.num_experts:
+def _manifest(demo: DemoConfig, tools: ToolsConfig, trainer: TrainerConfig) -> dict[str, Any]:
+    made = dataclasses.asdict(demo)
+    del made["directory"], made["base"], made["pretrained_file"]
+    if demo.pretrained is None:
+        del made["pretrained"]
+    if not demo.num_experts:
         # What was made before there were mixtures of experts is not made again.
-        del demo["num_experts"], demo["num_experts_per_tok"], demo["moe_intermediate_size"]
-    shown = config.tools.search
+        del made["num_experts"], made["num_experts_per_tok"], made["moe_intermediate_size"]
+    shown = tools.search
     search: dict[str, Any] = {"top_k": shown.top_k, "show_ranks": shown.show_ranks}
     if shown.show_sources:
         search["show_sources"] = True
     return {
         "format_version": FORMAT_VERSION,
-        "seed": config.trainer.seed,
-        "demo": demo,
-        "code_interpreter": SnippetRunner(config.tools.code_interpreter).settings(),
-        **({"search": search} if config.demo.variant == "two_tools" else {}),
+        "seed": trainer.seed,
+        "demo": made,
+        "code_interpreter": SnippetRunner(tools.code_interpreter).settings(),
+        **({"search": search} if demo.variant == "two_tools" else {}),
     }
 
 

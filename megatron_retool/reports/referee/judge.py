@@ -93,7 +93,7 @@ class Referee:
         self._free()
         learner_format = NumberFormat(DTYPES[config.learner.dtype])
         formats = {learner_format: self._yardstick(learner_format, watched=self._watched, force_experts=replayed)}
-        engine = engine_format(config, self._architecture)
+        engine = engine_format(config.rollout, config.weight_sync, config.model, self._architecture)
         if engine not in formats:
             formats[engine] = self._yardstick(engine, force_experts=replayed)
         self.judged = self._judged(

@@ -112,7 +112,7 @@ def read_learner(
         found = _Found(len(watched), architecture)
         routing = None
         if replays_engine(step, batch):
-            replay = RoutingReplay(config, architecture, transformer_config, [model], device)
+            replay = RoutingReplay(config.learner, config.algorithm, architecture, transformer_config, [model], device)
             routing = replay.reading(batch, reference=False)
         for micro_batch in packer.micro_batches(batch):
             tokens = place[micro_batch.response_positions[micro_batch.slots.cpu().numpy()]]

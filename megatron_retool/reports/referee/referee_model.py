@@ -21,7 +21,7 @@ from conversion.model.block_fp8 import quantized_names, round_to_blocks, takes_p
 from conversion.model.weight_map import WeightMap
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.config import Config
+from megatron_retool.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_retool.learner.precision import DTYPES
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep
 from megatron_retool.routed_experts import is_missing
@@ -48,19 +48,21 @@ class NumberFormat:
         return str(self.dtype).removeprefix("torch.") + (f" with {self.rounding}" if self.rounding else "")
 
 
-def engine_format(config: Config, architecture: Architecture) -> NumberFormat:
+def engine_format(
+    rollout: RolloutConfig, weight_sync: WeightSyncConfig, model: ModelConfig, architecture: Architecture
+) -> NumberFormat:
     """What the run's engines computed in. Of engines that multiply in FP8 only the weights' part is known here."""
-    name = config.rollout.engine.dtype
+    name = rollout.engine.dtype
     dtype = DTYPES[architecture.dtype or "bfloat16" if name == "auto" else name]
-    if config.weight_sync.round_to is not None:
-        convert = weight_conversion(config)
+    if weight_sync.round_to is not None:
+        convert = weight_conversion(weight_sync, model, rollout)
         assert convert is not None
         return NumberFormat(
-            dtype, f"{config.weight_sync.round_to} weights", lambda name, tensor: convert([(name, tensor)])[0][1]
+            dtype, f"{weight_sync.round_to} weights", lambda name, tensor: convert([(name, tensor)])[0][1]
         )
-    if config.rollout.engine.quantization == "fp8":
+    if rollout.engine.quantization == "fp8":
         names = quantized_names(WeightMap(architecture))
-        scales = config.weight_sync.fp8_scales
+        scales = weight_sync.fp8_scales
 
         def rounded(name: str, tensor: Tensor) -> Tensor:
             power_of_two = takes_power_of_two(scales, tensor.device)

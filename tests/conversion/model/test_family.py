@@ -143,7 +143,7 @@ def test_the_learner_takes_it_from_the_configuration(seed_oss: tuple[str, Path])
         model=ModelConfig(path=str(source), families=[target]),
         learner=LearnerConfig(dtype="float32", max_tokens_per_micro_batch=64),
     )
-    assert resolve_architecture(config)[1].family == "seed_oss"
+    assert resolve_architecture(config.model, config.demo)[1].family == "seed_oss"
     learner = Learner(config, optimizer=OptimizerConfig(), total_optimizer_steps=1, hf_dir=source)
     batch = random_batch([(5, 20), (9, 3)])
     from transformers import AutoModelForCausalLM

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_retool.config import Config, RolloutConfig
+from megatron_retool.config import Config, DataConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.agents import check_agent, make_agent
@@ -90,6 +90,10 @@ def config_of(agent: str, **kwargs) -> Config:
     return Config(rollout=RolloutConfig(agent=agent, agent_kwargs=kwargs))
 
 
+def agent_of(config: Config, tokenizer):
+    return make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
+
+
 def run(agent: Agent, engine: ScriptedEngine) -> TrajectoryState:
     state = TrajectoryState([1, 2], group_id=0, index=0)
     assert asyncio.run(agent.run(state, engine, lambda: False))
@@ -97,7 +101,7 @@ def run(agent: Agent, engine: ScriptedEngine) -> TrajectoryState:
 
 
 def test_a_plan_before_the_answer(tokenizer, own):
-    agent = make_agent(config_of(f"{own}:PlanFirst", plan_tokens=3, request="Go"), tokenizer, ScriptedTools())
+    agent = agent_of(config_of(f"{own}:PlanFirst", plan_tokens=3, request="Go"), tokenizer)
     engine = ScriptedEngine(tokenizer, [WORD * 4, CALL + END, ANSWER + END])
     trajectory = run(agent, engine).to_trajectory()
     assert engine.requests[0][1] == 3
@@ -109,7 +113,7 @@ def test_a_plan_before_the_answer(tokenizer, own):
 
 
 def test_an_agent_that_calls_no_tools(tokenizer, own):
-    agent = make_agent(config_of(f"{own}:BestOfTwo"), tokenizer, ScriptedTools())
+    agent = agent_of(config_of(f"{own}:BestOfTwo"), tokenizer)
     assert agent.stop.token_ids == (tokenizer.eos_token_id,)
     state = run(agent, ScriptedEngine(tokenizer, [WORD + WORD + END, WORD + END]))
     assert tokenizer.decode(state.response_ids) == WORD + END
@@ -121,7 +125,7 @@ def test_an_agent_that_calls_no_tools(tokenizer, own):
 
 
 def test_the_default_is_the_loop_of_tool_calls(tokenizer):
-    assert type(make_agent(Config(), tokenizer, ScriptedTools())) is AgentLoop
+    assert type(make_agent(RolloutConfig(), DataConfig(), tokenizer, ScriptedTools())) is AgentLoop
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_the_default_is_the_loop_of_tool_calls(tokenizer):
 def test_a_wrong_target_needs_no_tokenizer_to_be_found(own, target, kwargs, said):
     name = target if target[0].islower() else f"{own}:{target}"
     with pytest.raises(ExtensionError, match=said) as caught:
-        check_agent(config_of(name, **kwargs))
+        check_agent(config_of(name, **kwargs).rollout)
     assert "rollout.agent" in str(caught.value)
 
 
@@ -150,4 +154,4 @@ def test_a_wrong_target_needs_no_tokenizer_to_be_found(own, target, kwargs, said
 )
 def test_a_wrong_agent_is_one_message(tokenizer, own, target, said):
     with pytest.raises(ExtensionError, match=f"rollout.agent={own}:{target}: .*{said}"):
-        make_agent(config_of(f"{own}:{target}"), tokenizer, ScriptedTools())
+        agent_of(config_of(f"{own}:{target}"), tokenizer)

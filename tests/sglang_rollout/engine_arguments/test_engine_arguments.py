@@ -134,7 +134,7 @@ def test_sglang_takes_the_arguments(
     if kind == "as it is":
         assert found["attention_backend"] == ("fa3" if CARDS[card_of(recipe)][2] == 9 else "flashinfer"), found
         # What the planner takes for the memory of CUDA graphs.
-        _, architecture = resolve_architecture(config)
+        _, architecture = resolve_architecture(config.model, config.demo)
         machines = Machines(ACCELERATORS[ACCELERATOR[card_of(recipe)]], 8, 8)
         model = EngineModel.from_config(engine, architecture, machines)
         assert found["prefill_backend"] == "breakable"

@@ -106,7 +106,8 @@ def lived(tokenizer, turns, kind="openenv", uid="a", **kwargs):
         url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
         settings = json.dumps({"url": url, **kwargs})
         overrides = [f"rollout.environment_kwargs={settings}", "rollout.multi_turn.tools=[]"]
-        agent = make_agent(load_config(None, [f"rollout.environment={kind}", *overrides]), tokenizer, ScriptedTools())
+        config = load_config(None, [f"rollout.environment={kind}", *overrides])
+        agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
         state = started(tokenizer)
         state.extra_info = {"uid": uid}
         assert await agent.run(state, ScriptedEngine(tokenizer, turns), lambda: False)
@@ -172,7 +173,8 @@ def gym(**kwargs):
 
 
 def test_reasoning_gym_asks_and_scores(tokenizer):
-    agent = make_agent(gym(), tokenizer, ScriptedTools())
+    config = gym()
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     asked = []
     for right in (False, True):
         state = started(tokenizer)
@@ -210,4 +212,4 @@ def test_reasoning_gym_asks_and_scores(tokenizer):
 )  # fmt: skip
 def test_wrong_settings_are_one_message(config, message):
     with pytest.raises((ConfigError, ExtensionError), match=message):
-        check_agent(config())
+        check_agent(config().rollout)

@@ -46,7 +46,7 @@ def started(tokenizer) -> TrajectoryState:
 
 def lived(tokenizer, config, turns, state=None) -> TrajectoryState:
     state = state or started(tokenizer)
-    agent = make_agent(config, tokenizer, ScriptedTools())
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     assert asyncio.run(agent.run(state, ScriptedEngine(tokenizer, turns), lambda: False))
     return state
 
@@ -150,7 +150,7 @@ def test_a_failure_ends_its_trajectory_with_a_typed_outcome(tokenizer, how, outc
 def test_limits_end_an_episode_and_it_still_has_its_score(tokenizer, override, reason):
     config = settings("Counting", override)
     state = started(tokenizer)
-    agent = make_agent(config, tokenizer, ScriptedTools())
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     seconds = 0.4 if reason is FinishReason.ABORTED else 0.0
     assert asyncio.run(agent.run(state, ScriptedEngine(tokenizer, TURNS, seconds=seconds), lambda: False))
     end = state.reward_info[AGENT_KEY]
@@ -164,7 +164,7 @@ def test_long_texts_of_an_environment_do_not_stop_the_event_loop():
         tokenizer, done = WatchedTokenizer(), asyncio.Event()
         much = ["data.max_prompt_length=80000", "data.max_response_length=80000"]
         config = settings("Verbose", *much, "rollout.multi_turn.max_tool_response_tokens=80000")
-        agent, state = make_agent(config, tokenizer, ScriptedTools()), started(tokenizer)
+        agent, state = make_agent(config.rollout, config.data, tokenizer, ScriptedTools()), started(tokenizer)
         engine = ScriptedEngine(tokenizer, [WORD + END, ANSWER + END])
         tokenizer.seconds = seconds = 0.5
         watching = asyncio.create_task(largest_gap(done))
@@ -186,14 +186,15 @@ def test_an_engine_that_ends_requests_by_itself_is_asked_again(tokenizer):
         return GenerateResult([], [], [], "abort") if requests % 2 else await scripted(state, most, deadline)
 
     state = started(tokenizer)
-    agent = make_agent(settings("OneWay"), tokenizer, ScriptedTools())
+    config = settings("OneWay")
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     assert asyncio.run(agent.run(state, generate, lambda: False))
     assert state.finish_reason is FinishReason.STOP and len(worlds.Counting.made) == 1
 
 
 def test_what_replays_goes_on_after_a_pause_at_any_place(tokenizer):
     config = settings("Counting")
-    agent = make_agent(config, tokenizer, ScriptedTools())
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     whole = lived(tokenizer, config, TURNS)
     for stop_after in range(1, 12):
         state, engine, looks = started(tokenizer), ScriptedEngine(tokenizer, TURNS), 0
@@ -213,7 +214,8 @@ def test_what_replays_goes_on_after_a_pause_at_any_place(tokenizer):
 
 
 def test_an_environment_that_only_says_that_it_replays_is_found_out(tokenizer):
-    agent = make_agent(settings("Fickle"), tokenizer, ScriptedTools())
+    config = settings("Fickle")
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     state, engine = started(tokenizer), ScriptedEngine(tokenizer, TURNS)
     assert asyncio.run(agent.run(state, engine, lambda: bool(state.tool_calls))) is False
     assert asyncio.run(agent.run(state, engine, lambda: False))
@@ -260,7 +262,7 @@ def test_groups_of_a_run_are_paused_stored_and_go_on(tokenizer, tmp_path):
 def test_a_fork_goes_through_its_parents_episode(tokenizer):
     overrides = ["rollout.branching.enable=true", "rollout.branching.initial_rollouts=4"]
     config = settings("Counting", *overrides)
-    agent = make_agent(config, tokenizer, ScriptedTools())
+    agent = make_agent(config.rollout, config.data, tokenizer, ScriptedTools())
     parent, engine, forks = started(tokenizer), ScriptedEngine(tokenizer, TURNS), []
 
     async def generate(state, most, deadline):
@@ -308,10 +310,10 @@ def test_validation_runs_in_the_environment_too(tokenizer):
 )
 def test_wrong_settings_are_one_message_before_anything_starts(overrides, error, message):
     with pytest.raises(error, match=message):
-        check_agent(settings("OneWay", *overrides))
+        check_agent(settings("OneWay", *overrides).rollout)
 
 
 def test_a_format_without_messages_is_refused(tokenizer):
     config = settings("OneWay", "rollout.multi_turn.format=retool")
     with pytest.raises(ExtensionError, match="format=retool"):
-        make_agent(config, tokenizer, ScriptedTools())
+        make_agent(config.rollout, config.data, tokenizer, ScriptedTools())

@@ -373,7 +373,7 @@ def test_engines_that_are_all_gone_end_the_stream(tokenizer, functions):
 )
 def test_what_is_wrong_is_said_before_the_run(functions, overrides, said):
     with pytest.raises((ConfigError, ExtensionError), match=said):
-        check_agent(make_config(*(each.replace("{functions}", str(functions)) for each in overrides)))
+        check_agent(make_config(*(each.replace("{functions}", str(functions)) for each in overrides)).rollout)
 
 
 def test_the_environment_of_the_run_is_left_alone(functions):

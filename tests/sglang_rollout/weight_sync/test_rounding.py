@@ -64,16 +64,21 @@ def test_a_blackwell_engine_is_imitated_on_any_machine(tmp_path):
         config = load_config(
             None, [f"model.path={tmp_path}", "weight_sync.round_to=fp8", f"weight_sync.fp8_scales={scales}"]
         )
-        ((_, sent[scales]),) = weight_conversion(config)([(name, weight)])
+        ((_, sent[scales]),) = weight_conversion(config.weight_sync, config.model, config.rollout)([(name, weight)])
         # The real engine's, and what the referee takes for them, are the same numbers.
         real = load_config(
             None, [f"model.path={tmp_path}", "rollout.engine.quantization=fp8", f"weight_sync.fp8_scales={scales}"]
         )
-        quantized, scale = (tensor for _, tensor in weight_conversion(real)([(name, weight)]))
+        quantized, scale = (
+            tensor for _, tensor in weight_conversion(real.weight_sync, real.model, real.rollout)([(name, weight)])
+        )
         assert torch.equal(dequantize_blockwise(quantized, scale), sent[scales])
         architecture = Architecture.from_pretrained(tmp_path)
         for each in (config, real):
-            assert torch.equal(engine_format(each, architecture).round(name, weight), sent[scales])
+            assert torch.equal(
+                engine_format(each.rollout, each.weight_sync, each.model, architecture).round(name, weight),
+                sent[scales],
+            )
     assert torch.equal(sent["auto"], sent["float32"]) and not torch.equal(sent["auto"], sent["power_of_two"])
 
 

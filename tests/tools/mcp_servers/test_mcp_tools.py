@@ -159,7 +159,7 @@ def test_what_a_server_cannot_give_is_said_before_a_run(kwargs, message):
     tools = json.dumps([{"tool": "mcp", "kwargs": kwargs}])
     config = load_config(None, [f"rollout.multi_turn.tools={tools}", "rollout.branching.enable=true"])
     with pytest.raises(ConfigError, match=message):
-        check_tools(config)
+        check_tools(config.tools, config.rollout)
 
 
 @pytest.mark.parametrize(

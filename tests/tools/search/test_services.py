@@ -296,7 +296,8 @@ def test_a_backend_that_cannot_be_used_is_refused(
 ) -> None:
     monkeypatch.delenv("SERPER_API_KEY")
     with pytest.raises((ConfigError, ExtensionError)) as caught:
-        check_tools(load_config(None, ["rollout.multi_turn.tools=[search, read_page]", *overrides]))
+        config = load_config(None, ["rollout.multi_turn.tools=[search, read_page]", *overrides])
+        check_tools(config.tools, config.rollout)
     assert words in str(caught.value)
 
 
