@@ -89,3 +89,10 @@ def query_factor(architecture: Architecture) -> float:
 
 def _squared_factor(architecture: Architecture) -> float:
     return 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor**2
+
+
+def query_growth(share: float, period: int, positions: Tensor) -> Tensor:
+    """float32 as ``positions`` (int64): 1 + share log(1 + floor(position / period)), rounded once from float64."""
+    import torch
+
+    return (1 + share * torch.log1p((positions // period).double())).float()

@@ -7,12 +7,12 @@ from conversion.model.rotary import query_factor
 from megatron_retool.config import ConfigError
 
 OPERATORS = (
-    "norm", "qkv", "rotary", "attention", "delta_net", "attention_output", "mlp_up", "activation", "mlp_down", "router",
-    "experts", "head",
+    "embedding", "norm", "qkv", "rotary", "attention", "delta_net", "attention_output", "mlp_up", "activation",
+    "mlp_down", "router", "experts", "head",
 )  # fmt: skip
-"""What engine and learner exchange, in the order of a layer. The four linear layers by what they are for; delta_net:
-convolution, rates, delta rule and gated norm; experts: both of an expert's products, its activation and the sum; head:
-output layer and log-softmax."""
+"""What engine and learner exchange, in the order of a layer. embedding: the factor of those that have one; the four
+linear layers by what they are for; delta_net: convolution, rates, delta rule and gated norm; experts: both of an
+expert's products, its activation and the sum; head: output layer and log-softmax."""
 
 
 def operators_of(architecture: Architecture) -> tuple[str, ...]:
@@ -20,6 +20,8 @@ def operators_of(architecture: Architecture) -> tuple[str, ...]:
     absent = set() if architecture.is_moe else {"router", "experts"}
     if architecture.is_moe and not architecture.dense_layers and architecture.shared_expert_ffn_hidden_size is None:
         absent |= {"mlp_up", "activation", "mlp_down"}
+    if architecture.embedding_scale == 1.0:
+        absent.add("embedding")
     if not architecture.linear_layers:
         absent.add("delta_net")
     return tuple(each for each in OPERATORS if each not in absent)
@@ -42,12 +44,9 @@ def missing_operators(architecture: Architecture, *, gpu: bool) -> list[str]:
         "linear attention": gpu and bool(architecture.linear_layers),
         "sparse attention": architecture.indexer is not None,
         "attention sinks": architecture.attention_sinks,
-        f"the activation {architecture.activation}": architecture.activation != "silu",
+        f"the activation {architecture.activation}": architecture.activation not in ("silu", "gelu_tanh"),
         "biases of the MLP": architecture.linear_bias,
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,
-        "positions that rotate neighbouring features": architecture.rotary_pairs,
-        "queries that grow with the position": architecture.query_growth is not None,
-        "scaled embeddings": architecture.embedding_scale != 1.0,
     }
     return [words for words, there in has.items() if there]

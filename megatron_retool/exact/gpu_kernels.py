@@ -186,6 +186,20 @@ def gated(x: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
+def _gelu_gated(x, out, half, LINE: tl.constexpr):
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+    gate = tl.load(x + row * 2 * half + k, k < half, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * half + half + k, k < half, 0.0).to(tl.float32)
+    z = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
+    tl.store(out + row * half + k, (gate * _sigmoid(z)) * up, k < half)
+
+
+def gelu_gated(x: Tensor, out: Tensor) -> None:
+    """As ``kernels.gelu_gated``."""
+    _gelu_gated[(x.size(0), triton.cdiv(out.size(1), _LINE))](x, out, out.size(1), LINE=_LINE)
+
+
+@triton.jit
 def _sigmoids(x, out, count, LINE: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * LINE + tl.arange(0, LINE)
     tl.store(out + k, _sigmoid(tl.load(x + k, k < count, 0.0)), k < count)

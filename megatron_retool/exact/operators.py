@@ -131,9 +131,18 @@ def last_keys(starts: Tensor, counts: Tensor, window: int) -> tuple[Tensor, Tens
 
 def silu_and_multiply(x: Tensor) -> Tensor:
     """silu of the first half of the last dimension times the second: [..., 2 F] -> [..., F]."""
+    return _gated(kernels.gated, x)
+
+
+def gelu_and_multiply(x: Tensor) -> Tensor:
+    """As ``silu_and_multiply``, by GELU's form with tanh."""
+    return _gated(kernels.gelu_gated, x)
+
+
+def _gated(kernel: Callable[..., None], x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.size(-1))
     out = _empty(x, rows.size(0), rows.size(1) // 2)
-    _compute(kernels.gated, rows, out)
+    _compute(kernel, rows, out)
     return out.to(x.dtype).view(*x.shape[:-1], out.size(1))
 
 

@@ -32,6 +32,7 @@ from megatron_retool.learner.attention import (
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
+from megatron_retool.learner.positions import PreparedQueries
 from megatron_retool.learner.precision import Acceleration
 
 
@@ -101,6 +102,19 @@ class _SiluAndMultiply(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
 
 
+class _GeluAndMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return operators.gelu_and_multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
+        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat([of_gate, grad * F.gelu(gate, approximate="tanh")], dim=-1)
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -156,7 +170,8 @@ class ExactFullWidthRMSNorm(FullWidthRMSNorm):
 
 def _between(mlp: Any, hidden_states: Tensor) -> Tensor:
     """What the activation of ``mlp`` leaves, between its two linear layers."""
-    return _SiluAndMultiply.apply(mlp.linear_fc1(hidden_states)[0])
+    activation = _SiluAndMultiply if mlp.config.activation_func is F.silu else _GeluAndMultiply
+    return activation.apply(mlp.linear_fc1(hidden_states)[0])
 
 
 class ExactSwiGLUMLP(SwiGLUMLP):
@@ -299,6 +314,8 @@ class ExactAttention(PackedAttention):
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: LocalPackedSequences, chosen: Any) -> Tensor:
         ordinary = super()._attended
+        if "rotary" in self.exact_operators and packed.query_growth is not None:
+            query = query * packed.query_growth.view(-1, 1, 1).to(query.dtype)
         if "attention" not in self.exact_operators:
             return ordinary(query, key, value, packed, chosen)
         slots, starts, counts = _key_places(packed, query.size(0))
@@ -306,6 +323,15 @@ class ExactAttention(PackedAttention):
             starts, counts = operators.last_keys(starts, counts, self.window)
         exact = operators.attention(query, key, value, slots, starts, counts, self.scale)
         return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
+
+
+class ExactPreparedQueries(PreparedQueries):
+    """Whose growth by position ``ExactAttention`` applies, behind the rotation as SGLang does."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """As ``PreparedQueries.forward``."""
+        self._growth = None
+        return SelfAttention.forward(self, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class ExactSelfAttention(SelfAttention):
@@ -409,6 +435,7 @@ _EXACT: dict[type[Any], type[Any]] = {
     MoELayer: ExactMixture,
     PackedAttention: ExactAttention,
     SelfAttention: ExactSelfAttention,
+    PreparedQueries: ExactPreparedQueries,
     GatedDeltaNet: ExactGatedDeltaNet,
     GatedRMSNorm: ExactGatedRMSNorm,
     LatentAttention: ExactLatentAttention,
@@ -482,6 +509,7 @@ _KINDS = {
     MoELayer: {"experts"},
     LatentAttention: {"attention"},
     SelfAttention: {"attention"},
+    PreparedQueries: {"rotary"},
     GatedDeltaNet: {"delta_net"},
     GatedRMSNorm: {"delta_net"},
 }

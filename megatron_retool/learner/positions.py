@@ -11,8 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from conversion.model import rotary
 from conversion.model.architecture import Architecture
-from conversion.model.rotary import query_factor, softmax_scale
 from megatron_retool.errors import InputError
 
 
@@ -20,8 +20,7 @@ def query_growth(architecture: Architecture, positions: Tensor) -> Tensor | None
     """float32 [t, 1, 1, 1]: what queries at ``positions`` (int64 [t]) are multiplied by; None: by nothing."""
     if architecture.query_growth is None:
         return None
-    share, period = architecture.query_growth
-    return (1 + share * torch.log1p(torch.floor(positions / period))).float().view(-1, 1, 1, 1)
+    return rotary.query_growth(*architecture.query_growth, positions).view(-1, 1, 1, 1)
 
 
 class PreparedQueries(SelfAttention):
@@ -96,7 +95,7 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
     Raises:
         ValueError: the part is missing for this layer.
     """
-    factor = query_factor(architecture)
+    factor = rotary.query_factor(architecture)
     prepared = factor != 1.0 or architecture.rotary_pairs or architecture.query_growth is not None
     if architecture.local_rope_theta is not None:
         if prepared or architecture.unrotated_layers:
@@ -106,7 +105,7 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
         layer.self_attention.module = MixedSelfAttention
         layer.self_attention.params = {
             **layer.self_attention.params,
-            "local_scale": softmax_scale(architecture, local=True),
+            "local_scale": rotary.softmax_scale(architecture, local=True),
         }
     elif prepared:
         if architecture.linear_layers or architecture.attention_gate or architecture.latent is not None:

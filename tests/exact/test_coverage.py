@@ -12,12 +12,13 @@ from megatron_retool.planning.models import MODELS
 @pytest.mark.parametrize(
     ("model", "absent"),
     [
-        ("qwen3-8b", {"delta_net", "router", "experts"}),
-        ("qwen3-30b-a3b", {"delta_net", "mlp_up", "activation", "mlp_down"}),
-        ("deepseek-v3", {"delta_net"}),
-        ("qwen1.5-moe-a2.7b", {"delta_net"}),
-        ("qwen3.5-9b", {"router", "experts"}),
-        ("qwen3-next-80b-a3b", set[str]()),
+        ("qwen3-8b", {"embedding", "delta_net", "router", "experts"}),
+        ("qwen3-30b-a3b", {"embedding", "delta_net", "mlp_up", "activation", "mlp_down"}),
+        ("deepseek-v3", {"embedding", "delta_net"}),
+        ("qwen1.5-moe-a2.7b", {"embedding", "delta_net"}),
+        ("qwen3.5-9b", {"embedding", "router", "experts"}),
+        ("qwen3-next-80b-a3b", {"embedding"}),
+        ("gemma-3-1b", {"delta_net", "router", "experts"}),
     ],
 )
 def test_a_models_operators(model: str, absent: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,8 @@ def save_tiny_model(family: str, changes: dict[str, Any], dtype: str, directory:
         config = shrunk_config(admission_requests.Request(family, MODELS[family], layers=3))
         config |= {"max_position_embeddings": 512, "dtype": dtype, **changes}
         save_model(random_model(config).to(getattr(torch, dtype)), directory, config)
+        if "architectures" in changes:  # SGLang's own class has another name than transformers'
+            (directory / "config.json").write_text(json.dumps(config))
         return int(config["vocab_size"])
     model = hf_model(family, num_hidden_layers=3, max_position_embeddings=512, **changes)
     model.to(getattr(torch, dtype)).save_pretrained(directory)
@@ -203,6 +206,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("olmo-2-32b", "bfloat16", SIZES),
         ("qwen1.5-moe-a2.7b", "bfloat16", {**SIZES, "shared_expert_intermediate_size": 64}),
         ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
+        ("gemma-3-1b", "bfloat16", {**SIZES, "sliding_window": 20, "sliding_window_pattern": 2}),
+        ("ministral-3-8b", "bfloat16", SIZES),
+        ("ernie-4.5-0.3b", "float32", {**SIZES, "architectures": ["Ernie4_5_ForCausalLM"]}),
         ("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
         (
             "qwen3-next-80b-a3b",

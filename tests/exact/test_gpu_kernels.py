@@ -67,6 +67,7 @@ def test_rows(size: int, dtype: torch.dtype, compute: Compute) -> None:
     cases: list[tuple[str, list[Any], tuple[int, ...], Tensor]] = [
         ("normalized", [weight, 1e-6], (2 * size,), operators._normalized(x, weight, 1e-6)),
         ("gated", [], (size,), operators.silu_and_multiply(x.float())),
+        ("gelu_gated", [], (size,), operators.gelu_and_multiply(x.float())),
     ]
     if dtype == torch.float32:
         cases += [

@@ -56,6 +56,8 @@ def test_norm_and_activation(rows: int, size: int, dtype: torch.dtype, seed: int
     check(lambda x: operators.rms_norm(x, weight, 1e-5), x, expected, rows // 3)
     expected = torch.nn.functional.silu(wide[:, :size]) * wide[:, size:]
     check(operators.silu_and_multiply, x, expected, rows // 2)
+    expected = torch.nn.functional.gelu(wide[:, :size], approximate="tanh") * wide[:, size:]
+    check(operators.gelu_and_multiply, x, expected, rows // 2)
 
 
 @settings(max_examples=30, deadline=None)

@@ -41,6 +41,9 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
         "olmo-3-7b",
         "qwen3.5-9b",
         "qwen3-next-80b-a3b",
+        "gemma-3-1b",
+        "ministral-3-8b",
+        "ernie-4.5-0.3b",
     ],
 )
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_settings(override: str) -> None:
 def test_models_on_a_cpu() -> None:
     known, refused = _known_and_refused(gpu=False)
     assert {"qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmo2", "olmoe"} <= known
+    assert {"gemma3_text", "ministral3", "ernie4_5"} <= known
     assert "sparse attention" in refused["deepseek_v32"] and "attention sinks" in refused["gpt_oss"]
     assert all("set it to none" in message for message in refused.values())
 

@@ -68,6 +68,7 @@ EXACT = (
     "rotated",
     "attended",
     "gated",
+    "gelu_gated",
     "sigmoids",
     "gates_of",
     "shares_of",

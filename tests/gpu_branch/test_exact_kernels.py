@@ -26,6 +26,7 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
         gpu.products(x, torch.empty(inner, hidden, dtype=dtype), torch.empty(rows, inner))
         gpu.normalized(x, torch.empty(hidden, dtype=dtype), 1e-6, torch.empty(rows, hidden))
         gpu.gated(wide, torch.empty(rows, inner))
+        gpu.gelu_gated(wide, torch.empty(rows, inner))
         query = torch.empty(rows, heads, size, dtype=dtype)
         keys = torch.empty(1000, groups, size, dtype=dtype)
         gpu.rotated(query, torch.empty(rows, size // 2), torch.empty(rows, size // 2), torch.empty(rows, heads, size))
@@ -54,7 +55,7 @@ def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtyp
         found = []
         for heads, groups, size in ((14, 2, 64), (32, 4, 128), (16, 4, 256)):
             found += process.submit(_kernels, dtype, heads, groups, size).result()
-    assert len({kernel.name for kernel in found}) == 9
+    assert len({kernel.name for kernel in found}) == 10
     assert all(kernel.code_bytes > 0 for kernel in found)
     assert [kernel for kernel in found if kernel.shared_bytes > SHARED_BYTES[capability]] == []
     if capability != BLACKWELL:  # whose instructions have other names

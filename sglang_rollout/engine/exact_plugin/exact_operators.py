@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from conversion.model.rotary import query_growth
 from megatron_retool.exact import operators
 
 _LAYERS = "sglang.srt.layers."
@@ -50,17 +51,22 @@ def register() -> None:
 
     attention = "attention.torch_native_backend.TorchNativeAttnBackend."
     latent = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
-    rotary = "rotary_embedding."
+    rotary, gemma = "rotary_embedding.", "sglang.srt.models.gemma3_causal."
     hooks: dict[str, tuple[tuple[str, Any], ...]] = {
+        "embedding": ((gemma + "Gemma3TextScaledWordEmbedding.forward", scaled_embedding),),
         "norm": (
             ("layernorm.RMSNorm.forward_native", rms_norm),
             ("layernorm.GemmaRMSNorm.forward_native", zero_centered_norm),
+            ("layernorm.Gemma3RMSNorm.forward_native", zero_centered_norm),
             (_DELTA_NETS + "norm", operators.rms_norm),
         ),
         "rotary": (
             (rotary + "base.RotaryEmbedding.forward_native", rotary_embedding),
             (rotary + "mrope.MRotaryEmbedding.forward_native", rotary_embedding),
             (rotary + "rope_variant.DeepseekScalingRotaryEmbedding.forward_native", rotary_embedding),
+            (gemma + "Gemma3RotaryEmbedding.forward", angles),
+            (gemma + "apply_rotary_pos_emb", rotate),
+            ("sglang.srt.models.ministral3._get_llama_4_attn_scale", growth_of_queries),
         ),
         "attention": (
             (attention + "_run_sdpa_forward_decode", decode_attention),
@@ -74,7 +80,10 @@ def register() -> None:
             (_DELTA_NETS + "answers", operators.delta_rule),
             (_DELTA_NETS + "gated_norm", gated_norm),
         ),
-        "activation": (("activation.SiluAndMul.forward_native", silu_and_mul),),
+        "activation": (
+            ("activation.SiluAndMul.forward_native", silu_and_mul),
+            ("activation.GeluAndMul.forward_native", gelu_and_mul),
+        ),
         "router": (("moe.topk.TopK.forward_native", choose_experts),),
         "experts": (
             ("quantization.unquant.UnquantizedFusedMoEMethod.forward_native", experts),
@@ -165,7 +174,7 @@ def zero_centered_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None
 def _normed(norm: Any, weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     if residual is not None:
         x = x + residual
-    found = operators.rms_norm(x, weight, norm.variance_epsilon)
+    found = operators.rms_norm(x, weight, norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
     return found if residual is None else (found, x)
 
 
@@ -190,9 +199,21 @@ def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Te
     return layer.o_proj(output)[0]
 
 
+def scaled_embedding(embedding: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Of tokens, times a factor that is rounded to the model's dtype."""
+    found = torch.nn.functional.embedding(input_ids, embedding.weight)
+    return found * found.new_tensor(embedding.embed_scale)
+
+
 def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., 2 * features]"""
     return operators.silu_and_multiply(x)
+
+
+def gelu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., 2 * features]"""
+    assert activation.approximate == "tanh", "the learner's GELU is the one with tanh"
+    return operators.gelu_and_multiply(x)
 
 
 def rotary_embedding(
@@ -205,27 +226,50 @@ def rotary_embedding(
     """
     if positions.dim() == 2:
         positions = positions[0]
-    longest, kind = int(positions.max()) + 1, _kind(rotary)
-    if kind not in _tables or len(_tables[kind][0]) < longest:
-        table = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
-        _tables[kind] = tuple(each.to(positions.device) for each in table)
-    cos, sin = (table[positions] for table in _tables[kind])
+    cos, sin = angles(rotary, query, positions)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         heads = x.reshape(len(positions), -1, rotary.head_size)
         if not rotary.is_neox_style:
-            heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            turned, plain = heads.tensor_split([rotary.rotary_dim], -1)
+            heads = torch.cat([turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), plain], -1)
         return operators.rotate(heads, cos, sin).view(x.shape)
 
     return rotated(query), rotated(key)
 
 
+def angles(rotary: Any, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, float32 [tokens, rotated features / 2], at ``positions``."""
+    positions = positions.reshape(-1)
+    longest, kind = int(positions.max()) + 1, _kind(rotary)
+    if kind not in _tables or len(_tables[kind][0]) < longest:
+        table = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
+        _tables[kind] = tuple(each.to(positions.device) for each in table)
+    cos, sin = (table[positions] for table in _tables[kind])
+    return cos, sin
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query`` and ``key`` [tokens, heads, head size], by ``angles``."""
+    return operators.rotate(query, cos, sin), operators.rotate(key, cos, sin)
+
+
+def growth_of_queries(positions: torch.Tensor, share: float, period: int) -> torch.Tensor:
+    """float32 [tokens, 1]: what queries are multiplied by."""
+    return query_growth(share, period, positions).unsqueeze(-1)
+
+
 def _kind(rotary: Any) -> int:
     """The number of SGLang's frequencies among those of the settings."""
     if not hasattr(rotary, "exact_kind"):
-        cos, sin = rotary.cos_sin_cache[1].float().chunk(2)
-        angles = torch.atan2(sin, cos).cpu()
-        far = [float((angles - torch.tensor(each)).abs().max()) for each in _settings()["frequencies"]]
+        if hasattr(rotary, "cos_sin_cache"):
+            cos, sin = rotary.cos_sin_cache[1].float().chunk(2)
+            own = torch.atan2(sin, cos).cpu()
+        else:
+            own = rotary.inv_freq.cpu()
+        far = [float((own - torch.tensor(each)).abs().max()) for each in _settings()["frequencies"]]
         rotary.exact_kind = far.index(min(far))
     return int(rotary.exact_kind)
 
