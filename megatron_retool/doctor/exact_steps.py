@@ -23,7 +23,7 @@ from sglang_rollout.engine.client import SGLangClient
 
 _ROWS, _HIDDEN, _HEADS, _GROUPS, _HEAD_SIZE = 200, 896, 14, 2, 64
 _ROUNDED = 2**-7
-"""Of a bfloat16 number's size: a bound for what rounding adds to a row's largest."""
+"""Bound of the difference from float64, as a share of the largest number: two roundings to bfloat16."""
 _PROMPT_TOKENS, _SAMPLED_TOKENS = 32, 64
 
 
@@ -33,8 +33,9 @@ def operators(session: DoctorSession) -> list[StepFigure]:
     figures = []
     for name, operator, reference, rows in _cases(torch.device(session.device)):
         found, exact = operator(slice(None)), reference()
-        alone = torch.cat([operator(slice(row, row + 1)) for row in (0, rows // 2, rows - 1)])
-        apart = (found[[0, rows // 2, rows - 1]].double() - alone.double()).abs().max()
+        single = (0, rows // 2, rows - 1)
+        by_itself = torch.cat([operator(slice(row, row + 1)) for row in single])
+        apart = (found[list(single)].double() - by_itself.double()).abs().max()
         far = (found.double() - exact).abs().max() / exact.abs().max()
         figures.append(StepFigure(f"{name}: a row by itself, largest difference", float(apart), at_most=0.0))
         figures.append(StepFigure(f"{name}: against float64, of the largest", float(far), at_most=_ROUNDED))

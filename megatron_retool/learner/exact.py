@@ -102,19 +102,6 @@ class _SiluAndMultiply(torch.autograd.Function):
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
 
 
-class _GeluAndMultiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return operators.gelu_and_multiply(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
-        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        return torch.cat([of_gate, grad * F.gelu(gate, approximate="tanh")], dim=-1)
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,8 +157,15 @@ class ExactFullWidthRMSNorm(FullWidthRMSNorm):
 
 def _between(mlp: Any, hidden_states: Tensor) -> Tensor:
     """What the activation of ``mlp`` leaves, between its two linear layers."""
-    activation = _SiluAndMultiply if mlp.config.activation_func is F.silu else _GeluAndMultiply
-    return activation.apply(mlp.linear_fc1(hidden_states)[0])
+    gate_and_up = mlp.linear_fc1(hidden_states)[0]
+    if mlp.config.activation_func is F.silu:
+        return _SiluAndMultiply.apply(gate_and_up)
+
+    def ordinary(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return mlp.config.activation_func(gate) * up
+
+    return _with_gradient_of(operators.gelu_and_multiply(gate_and_up), ordinary, gate_and_up)
 
 
 class ExactSwiGLUMLP(SwiGLUMLP):
