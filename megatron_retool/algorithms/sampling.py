@@ -5,7 +5,7 @@ Sampling parameters change the behaviour policy, so importance ratios must be ta
 parameters) draws a token in four steps:
 
 1. temperature:  p = softmax(z / temperature)
-2. top_k:        keep the k most probable tokens (k < 1: all)
+2. top_k:        keep the k most probable tokens (k < 1: 4096), 4096 at most
 3. top_p:        of all tokens in descending order, keep those before which less or equal than top_p mass lies (at
                  least one; ties are broken by token id, lowest first)
 4. min_p:        keep tokens with p >= min_p * max(p)
@@ -14,6 +14,9 @@ and renormalises what the filters keep: mu(y) = p(y) 1[kept] / sum_kept p.  Each
 renormalised remainder of another.  That is what SGLang does with one or two of the filters; with all three its
 flashinfer sampler renormalises after top_k and takes top_p of that, so that the configuration refuses the three
 together for training.
+
+Mass is counted in whole units of 2^-52, so that the sum of the same probabilities is the same number in any order of
+addition, and on any device.
 
 What goes into the ratio, in one sentence: the policy *is* mu, on both sides.
 
@@ -37,6 +40,9 @@ from torch import Tensor
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.errors import InputError
 
+_UNITS = 2.0**52
+"""Of mass, in a probability of 1."""
+
 
 def is_unfiltered(config: SamplingSettings) -> bool:
     """True where no filter is on, so that the reported log-probs are those of the sampled distribution."""
@@ -49,17 +55,33 @@ def kept_tokens(logits: Tensor, config: SamplingSettings) -> Tensor:
     Raises:
         ValueError: a temperature that is not positive.
     """
-    probabilities = _scaled_log_probs(logits, config).exp()
-    ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if config.top_k >= 1:
-        keep[..., config.top_k :] = False
-    if config.top_p < 1.0:
-        keep &= ordered.cumsum(-1) - ordered <= config.top_p
-    if config.min_p > 0.0:
-        keep &= ordered >= config.min_p * ordered[..., :1]
+    return kept_of_probabilities(_scaled_log_probs(logits, config).exp(), config)
+
+
+def kept_of_probabilities(probabilities: Tensor, config: SamplingSettings) -> Tensor:
+    """bool [..., V]: tokens that the filters leave of ``probabilities`` float [..., V], at the temperature."""
+    keep = torch.full_like(probabilities, is_unfiltered(config), dtype=torch.bool)
+    if is_unfiltered(config):
+        return keep
+    ordered, tokens = (
+        each[..., : config.most_tokens] for each in probabilities.sort(dim=-1, descending=True, stable=True)
+    )
+    return keep.scatter(-1, tokens, kept_in_order(ordered, config.most_tokens, config.top_p, config.min_p))
+
+
+def kept_in_order(ordered: Tensor, top_k: int | Tensor, top_p: float | Tensor, min_p: float | Tensor) -> Tensor:
+    """bool [..., V]: which of probabilities in descending order the filters leave.
+
+    ``top_k`` (at least 1), ``top_p`` and ``min_p`` are numbers, or have an entry for each row, [..., 1]. They are taken
+    in float32, as engines do.
+    """
+    share, least = (torch.as_tensor(each, dtype=torch.float32, device=ordered.device) for each in (top_p, min_p))
+    mass = (ordered.double() * _UNITS).long()
+    keep = mass.cumsum(-1) - mass <= torch.where(share < 1.0, share.double() * _UNITS, torch.inf)
+    keep &= torch.arange(ordered.size(-1), device=ordered.device) < top_k
+    keep &= ordered >= least * ordered[..., :1]
     keep[..., 0] = True
-    return torch.zeros_like(keep).scatter(-1, tokens, keep)
+    return keep
 
 
 def _scaled_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:

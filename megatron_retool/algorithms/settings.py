@@ -51,6 +51,9 @@ READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Setting of the section algorithm -> other settings of that section -> the built-ins that read them."""
 
+MAX_SUPPORT = 4096
+"""Filters leave this many tokens at most: SGLang lists them with each token that it sampled."""
+
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 NORMALIZE_OVER = ("kept_tokens", "all")
 CORRECTION_MODES = ("truncate", "none", "clip", "mask")
@@ -68,6 +71,11 @@ class SamplingSettings:
     """Sample from this many most probable tokens; -1: from all."""
     min_p: float = fraction(0.0)
     """Sample from tokens of at least this share of the most probable one's probability."""
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens the filters leave at most, where the log-probs are those of what they leave."""
+        return min(self.top_k, MAX_SUPPORT) if self.top_k > 0 else MAX_SUPPORT
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def _check_adapter_sync(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -
 
 def _check_exact(learner: LearnerConfig, rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raise ConfigError where engine and learner cannot compute the same numbers."""
-    engine, train = rollout.engine, rollout.train
+    engine = rollout.engine
     one = {
         "learner.tensor_model_parallel_size": learner.tensor_model_parallel_size,
         "learner.context_parallel_size": learner.context_parallel_size,
@@ -293,15 +293,16 @@ def _check_exact(learner: LearnerConfig, rollout: RolloutConfig, weight_sync: We
             f"both compute on one kind of device: set it to {learner.device}, which learner.device is",
         ),
         f"rollout.engine.quantization={engine.quantization}": (engine.quantization is not None, "set it to null"),
+        f"rollout.engine.speculative.algorithm={engine.speculative.algorithm}": (
+            engine.speculative.algorithm is not None,
+            "guesses are checked in passes of their own: set it to null",
+        ),
         f"weight_sync.round_to={weight_sync.round_to}": (
             weight_sync.round_to is not None,
             "engines would have other weights: set it to null",
         ),
         f"learner.lora.rank={learner.lora.rank}": (bool(learner.lora.rank), "adapters are missing: set it to 0"),
         "learner.mtp.train=true": (learner.mtp.train, "layers for multi-token prediction are missing: set it to false"),
-        f"rollout.train.top_p={train.top_p}": (train.top_p < 1.0, "sample from the whole distribution: set it to 1"),
-        f"rollout.train.top_k={train.top_k}": (train.top_k > 0, "sample from the whole distribution: set it to -1"),
-        f"rollout.train.min_p={train.min_p}": (train.min_p > 0.0, "sample from the whole distribution: set it to 0"),
     }
     _refuse_first("learner.match_engine=exact", reasons, ", or set that to none")
 

@@ -87,6 +87,7 @@ def _cases(device: torch.device) -> Iterator[_Case]:
         _ROWS,
     )
     yield "log-softmax", lambda r: exact.log_softmax(logits[r]), lambda: logits.double().log_softmax(-1), _ROWS
+    yield "softmax", lambda r: exact.probabilities(logits[r]), lambda: logits.double().softmax(-1), _ROWS
 
 
 def engine(session: DoctorSession) -> list[StepFigure]:
@@ -94,15 +95,17 @@ def engine(session: DoctorSession) -> list[StepFigure]:
     config = engine_config(session, model.EXPERTS, "learner.match_engine=exact", "learner.routing_replay=none")
     server = start_server(session, config.rollout, config.model, "engine_exact", exact=True)
     text = fixed_text(ByteTokenizer(), model.VOCABULARY, TEXT_TOKENS)
-    request = GenerateRequest(
-        text[:_PROMPT_TOKENS], _SAMPLED_TOKENS, SamplingConfig(), StopConditions(end_of_sequence=False)
-    )
+    prompt, whole, filtered = text[:_PROMPT_TOKENS], SamplingConfig(), SamplingConfig(temperature=0.8, top_p=0.9)
 
     async def score(client: SGLangClient) -> Any:
         return await client.score(text)
 
     async def sample(client: SGLangClient) -> Any:
-        return await client.generate(request)
+        stop = StopConditions(end_of_sequence=False)
+        return [
+            await client.generate(GenerateRequest(prompt, _SAMPLED_TOKENS, sampling, stop, filtered_log_probs=True))
+            for sampling in (whole, filtered)
+        ]
 
     try:
         prefilled, sampled = ask(server.base_url, score), ask(server.base_url, sample)
@@ -110,12 +113,14 @@ def engine(session: DoctorSession) -> list[StepFigure]:
         server.stop()
     learner = make_learner(config)
 
-    def apart(ids: list[int], theirs: Any) -> float:
-        ours = learner.log_probs(as_batch(ids), sampling=SamplingSettings())["log_probs"]
-        return float(np.abs(np.asarray(theirs, np.float32) - ours[-len(theirs) :]).max())
+    def figure(what: str, ids: list[int], theirs: Any, sampling: SamplingSettings) -> StepFigure:
+        ours = learner.log_probs(as_batch(ids), sampling=sampling)["log_probs"]
+        apart = float(np.abs(np.asarray(theirs, np.float32) - ours[-len(theirs) :]).max())
+        return StepFigure(f"{what}, largest difference", apart, "nats", at_most=0.0)
 
-    answer = [*text[:_PROMPT_TOKENS], *sampled.output_ids]
+    answers = [([*prompt, *each.output_ids], each.log_probs) for each in sampled]
     return [
-        StepFigure("prefilled tokens, largest difference", apart(text, prefilled), "nats", at_most=0.0),
-        StepFigure("sampled tokens, largest difference", apart(answer, sampled.log_probs), "nats", at_most=0.0),
+        figure("prefilled tokens", text, prefilled, whole),
+        figure("sampled tokens", *answers[0], whole),
+        figure("tokens sampled with top_p", *answers[1], filtered),
     ]

@@ -12,7 +12,7 @@ OPERATORS = (
 )  # fmt: skip
 """What engine and learner exchange, in the order of a layer. embedding: the factor of those that have one; the four
 linear layers by what they are for; delta_net: convolution, rates, delta rule and gated norm; experts: both of an
-expert's products, its activation and the sum; head: output layer and log-softmax."""
+expert's products, its activation and the sum; head: output layer, log-softmax and sampling filters."""
 
 
 def operators_of(architecture: Architecture) -> tuple[str, ...]:

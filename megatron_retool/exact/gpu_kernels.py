@@ -211,6 +211,17 @@ def sigmoids(x: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
+def _exponentials(x, out, count, LINE: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64) * LINE + tl.arange(0, LINE)
+    tl.store(out + k, tl.exp(tl.load(x + k, k < count, 0.0)), k < count)
+
+
+def exponentials(x: Tensor, out: Tensor) -> None:
+    """As ``kernels.exponentials``."""
+    _exponentials[(triton.cdiv(x.numel(), _LINE),)](x, out, x.numel(), LINE=_LINE)
+
+
+@triton.jit
 def _gates_of(logits, chosen, out, experts, OVER_ALL: tl.constexpr, EXPERTS: tl.constexpr):
     row, e = tl.program_id(0).to(tl.int64) * experts, tl.arange(0, EXPERTS)
     taken = tl.load(chosen + row + e, e < experts, 0) != 0

@@ -283,6 +283,14 @@ def sigmoids(x, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def exponentials(x, out):  # type: ignore[no-untyped-def]
+    """exp of each element of float32 [rows, columns], none of which is above 0."""
+    for i in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            out[i, k] = exponential(x[i, k])
+
+
+@_compiled
 def shares_of(scores, chosen, out):  # type: ignore[no-untyped-def]
     """Each row's chosen scores, float32 [rows, experts], divided by their sum in the order of the experts; else 0."""
     rows, experts = scores.shape

@@ -260,3 +260,10 @@ def log_softmax(logits: Tensor) -> Tensor:
     """Log-probs, in the shape of the float32 logits [rows, V]."""
     largest, log_sum = log_normalizers(logits)
     return logits.sub(largest.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1))
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Exponentials of ``log_softmax``, by which filters choose tokens."""
+    out = _empty(logits, *logits.shape)
+    _compute(kernels.exponentials, log_softmax(logits), out)
+    return out

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
+from megatron_retool.algorithms.sampling import is_unfiltered, kept_of_probabilities, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.learner.divergence import TeacherHead, divergence_of, teacher_log_probs
 
@@ -99,7 +99,7 @@ def token_scores(
             returned through autograd, which would hold a second tensor of the weight's size.
         on_main_grad: called in every backward pass when that is done, since no hook of autograd tells.
         teacher: whose distribution the policy's is compared with; without ``sampling``'s filters.
-        exact: log_probs are those of an engine with learner.match_engine=exact, to the bit; without filters or TP.
+        exact: log_probs are those of an engine with learner.match_engine=exact, to the bit; without TP.
 
     Returns:
         log_probs: float32 in the shape of ``targets``. entropy: float32 [n].
@@ -158,7 +158,8 @@ class _Settings:
         else:
             x = torch.mm(hidden.to(self.dtype), weight.t()).float()
         if self.temperature != 1.0:
-            x.div_(self.temperature)
+            # By a tensor, as engines do: on a GPU torch would multiply by the inverse of a number.
+            x.div_(x.new_tensor(self.temperature))
         self._fill_padding(x, float("-inf"))
         if self.filters is not None:
             kept = self._kept(x, self.filters)
@@ -194,6 +195,10 @@ class _Settings:
 
     def _kept(self, x: Tensor, sampling: SamplingSettings) -> Tensor:
         """bool [rows, V / TP]: this rank's part of what top_p, top_k and min_p leave of the whole vocabulary."""
+        if self.exact:
+            from megatron_retool.exact import operators
+
+            return kept_of_probabilities(operators.probabilities(x), sampling)
         # The logits are divided by the temperature already.
         filters = replace(sampling, temperature=1.0)
         if self.group is None:

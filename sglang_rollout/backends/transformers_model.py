@@ -15,6 +15,7 @@ import torch
 
 from conversion.model.architecture import Architecture
 from conversion.model.attention_config import normalise_latents
+from megatron_retool.algorithms.sampling import kept_in_order
 from megatron_retool.config import Config
 from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import ExpertArray
@@ -27,6 +28,12 @@ from sglang_rollout.weight_sync.disk import WeightDirectory
 
 class InputTooLong(ValueError):
     """A request leaves no room for a token."""
+
+
+def _most_tokens(request: GenerateRequest) -> int:
+    """How many tokens the filters leave at most; 0: all."""
+    sampling = request.sampling
+    return sampling.most_tokens if request.wants_filtered else max(sampling.top_k, 0)
 
 
 @dataclass(eq=False)
@@ -265,11 +272,12 @@ class BatchedModel:
         log_probs = (logits / column(request.sampling.temperature or 1.0 for request in requests)).log_softmax(-1)
         likely, order = log_probs.sort(descending=True, stable=True)
         probs, size = likely.exp(), logits.shape[-1]
-        kept = probs.cumsum(-1) - probs <= column(request.sampling.top_p for request in requests)
-        kept &= torch.arange(size) < column(
-            request.sampling.top_k if request.sampling.top_k > 0 else size for request in requests
+        kept = kept_in_order(
+            probs,
+            column(_most_tokens(request) or size for request in requests),
+            column(request.sampling.top_p for request in requests),
+            column(request.sampling.min_p for request in requests),
         )
-        kept &= probs >= probs[:, :1] * column(request.sampling.min_p for request in requests)
         filtered = likely.masked_fill(~kept, -torch.inf).log_softmax(-1)
         # The largest of log-probs with Gumbel noise is a sample.
         noise = torch.stack([self._noise(sequence, size) for sequence in self._batch])

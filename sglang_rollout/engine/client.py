@@ -53,7 +53,6 @@ ADAPTER_SECONDS = 600.0
 """How long an engine may take to read an adapter, or to end the requests of one that it unloads."""
 PROFILE_SECONDS = 600.0
 """How long an engine may take to write what it recorded."""
-MAX_SUPPORT = 4096
 
 
 class SGLangClient:
@@ -488,8 +487,7 @@ def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
     if request.wants_filtered:
         # SGLang then returns each token's support too.
         body["return_sampling_mask"] = True
-        top_k = request.sampling.top_k
-        sampling["top_k"] = min(top_k, MAX_SUPPORT) if top_k > 0 else MAX_SUPPORT
+        sampling["top_k"] = request.sampling.most_tokens
     if request.routed_experts_start is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_experts_start}
     if request.adapter is not None:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
+from megatron_retool.algorithms.sampling import is_unfiltered, kept_in_order, kept_of_probabilities, kept_tokens
+from megatron_retool.algorithms.settings import MAX_SUPPORT
 from megatron_retool.config import SamplingConfig
 from tests.algorithms.sampled_distribution import sampling_log_probs
 
@@ -73,6 +74,33 @@ def test_frequencies_of_an_engines_sampler_match():
     draws = torch.multinomial(weights, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     frequencies = torch.bincount(tokens[draws], minlength=5) / 200_000
     torch.testing.assert_close(frequencies.double(), sampling_log_probs(z, config).exp(), atol=5e-3, rtol=0)
+
+
+@given(st.integers(0, 1000), st.floats(0.05, 0.99))
+def test_mass_is_the_same_in_any_order_of_addition(seed, top_p):
+    """Of the same probabilities in float32 and float64, with others beside them and without."""
+    z = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(seed))
+    probabilities, config = z.softmax(-1), SamplingConfig(top_p=top_p)
+    kept = kept_of_probabilities(probabilities, config)
+    assert torch.equal(kept, kept_of_probabilities(probabilities.double(), config))
+    assert torch.equal(kept[2], kept_of_probabilities(probabilities[2], config))
+    padded = torch.nn.functional.pad(probabilities, (0, 21))
+    assert torch.equal(kept, kept_of_probabilities(padded, config)[:, :300])
+
+
+def test_rows_with_filters_of_their_own():
+    ordered = PROBABILITIES.sort(descending=True).values.expand(4, -1)
+    top_k, top_p, min_p = (
+        torch.tensor(column)[:, None] for column in ([2, 5, 5, 5], [1.0, 0.6, 1.0, 1.0], [0.0, 0.0, 0.3, 0.0])
+    )
+    assert kept_in_order(ordered, top_k, top_p, min_p).sum(-1).tolist() == [2, 2, 3, 5]
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.9999}, {"min_p": 1e-6}, {"top_k": 4500}])
+def test_filters_leave_no_more_than_engines_list(filters):
+    logits = torch.linspace(0, 0.1, 5000)
+    kept = kept_tokens(logits, SamplingConfig(**filters))
+    assert not kept[: 5000 - MAX_SUPPORT].any() and kept[5000 - MAX_SUPPORT :].all()
 
 
 def test_without_filters_everything_is_kept():

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.timeout(1200)
 def test_a_mixture_of_experts_in_bfloat16(tmp_path):
     config = write_config(tmp_path, "exact", 2, variant="demo_moe_cpu", val_before_train=False, test_freq=0)
     small = ("demo.pretrain_rows=1", "demo.sft_rows=1", "demo.sft_val_rows=1", "data.max_val_samples=2")
-    exact = ("learner.match_engine=exact", "learner.dtype=bfloat16", "rollout.engine.dtype=bfloat16")
+    exact = (
+        "learner.match_engine=exact", "learner.dtype=bfloat16", "rollout.engine.dtype=bfloat16",
+        "rollout.train.temperature=0.8", "rollout.train.top_p=0.95",
+    )  # fmt: skip
     for command in ("make-demo", "train"):
         code, output = CommandLine(config).run(command, *small, *exact)
         assert code == 0, output

@@ -57,15 +57,30 @@ def batch_of(texts: list[tuple[list[int], list[int], list[float]]]) -> Trajector
     )
 
 
-async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
-    """Texts of two turns, sampled side by side, and what a prefill says of the same tokens."""
-    sampling = SamplingConfig(temperature=TEMPERATURE, top_p=1.0)
+SAMPLING = SamplingConfig(temperature=TEMPERATURE)
+FILTERED = (
+    SAMPLING,
+    SamplingConfig(temperature=TEMPERATURE, top_p=0.95),
+    SamplingConfig(temperature=TEMPERATURE, top_k=5),
+    SamplingConfig(temperature=TEMPERATURE, min_p=0.1),
+    SamplingConfig(temperature=TEMPERATURE, top_k=40, top_p=0.7),
+)
+
+
+async def play(
+    url: str, vocab_size: int, samplings: tuple[SamplingConfig, ...] = (SAMPLING,)
+) -> tuple[list[Any], list[Any]]:
+    """Texts of two turns, sampled side by side, and what a prefill says of the same tokens.
+
+    Each text takes its place's of ``samplings``, again and again.
+    """
     rng = np.random.default_rng(0)
     shared = rng.integers(0, vocab_size, 40).tolist()
 
     async with SGLangClient(url) as client:
 
         async def text(prompt_length: int, answer: int, seed: int) -> tuple[list[int], list[int], list[float]]:
+            sampling, stop = samplings[seed % len(samplings)], StopConditions(end_of_sequence=False)
             prompt = shared[:prompt_length]
             tool = np.random.default_rng(seed).integers(0, vocab_size, NEW_TOKENS).tolist()
             response, scores = [], []
@@ -73,7 +88,7 @@ async def play(url: str, vocab_size: int) -> tuple[list[Any], list[Any]]:
                 if turn:
                     response, scores = response + tool, scores + [0.0] * NEW_TOKENS
                 found = await client.generate(
-                    GenerateRequest(prompt + response, answer, sampling, StopConditions(end_of_sequence=False))
+                    GenerateRequest(prompt + response, answer, sampling, stop, filtered_log_probs=True)
                 )
                 response, scores = response + list(found.output_ids), scores + list(found.log_probs)
             return prompt, response, scores
@@ -113,13 +128,13 @@ SCHEDULES = st.lists(
 
 
 async def play_schedule(url: str, vocab_size: int, schedule: list[Request]) -> list[Any]:
-    sampling, stop = SamplingConfig(temperature=TEMPERATURE, top_p=1.0), StopConditions(end_of_sequence=False)
+    stop = StopConditions(end_of_sequence=False)
 
     async with SGLangClient(url) as client:
 
         async def answer(ids: list[int], length: int, aborted_after: float | None) -> tuple[list[int], list[float]]:
             begun: list[str] = []
-            request = GenerateRequest(ids, length, sampling, stop)
+            request = GenerateRequest(ids, length, SAMPLING, stop)
             task = asyncio.ensure_future(client.generate(request, on_start=begun.append))
             if aborted_after is not None:
                 await asyncio.wait({task}, timeout=aborted_after)
@@ -159,7 +174,9 @@ def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]
     return [log_probs(directory, dtype, texts, share_prefixes=share) for share in forms]
 
 
-def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> dict[str, Any]:
+def log_probs(
+    directory: Path, dtype: str, texts: list[Any], samplings: tuple[SamplingSettings, ...] = (SAMPLING,), **options: Any
+) -> dict[str, Any]:
     from megatron_retool.learner.learner import Learner
 
     learner = LearnerConfig(**{"dtype": dtype, "match_engine": "exact", "max_tokens_per_micro_batch": 128, **options})
@@ -168,8 +185,9 @@ def log_probs(directory: Path, dtype: str, texts: list[Any], **options: Any) -> 
     )
     batch = batch_of(texts)
     every_token = dataclasses.replace(batch, loss_mask=np.ones_like(batch.loss_mask))
+    sampled = [actor.log_probs(batch, sampling=each)["log_probs"] for each in samplings]
     return {
-        "sampled": actor.log_probs(batch, sampling=SamplingSettings(temperature=TEMPERATURE))["log_probs"],
+        "sampled": sampled[0] if len(sampled) == 1 else sampled,
         "prefilled": actor.log_probs(every_token)["log_probs"],
     }
 
@@ -240,6 +258,23 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, 
     for each in found:
         np.testing.assert_array_equal(each["sampled"][sampled], batch.rollout_log_probs[sampled])
         np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
+def test_every_log_prob_of_what_filters_leave_is_the_same(family: str, dtype: str, tmp_path: Path) -> None:
+    """With more tokens than filters ever leave, and requests with other filters beside one another."""
+    vocab_size = save_tiny_model(family, {"vocab_size": 5000}, dtype, tmp_path / "model")
+    config = EngineConfig(device="cpu", dtype=dtype, max_total_tokens=8192, max_running_requests=6)
+    with exact_server(config, tmp_path) as server:
+        texts, _ = asyncio.run(play(server.base_url, vocab_size, FILTERED))
+    found = run_ranks(log_probs, 1, tmp_path / "ranks", tmp_path / "model", dtype, texts, FILTERED)["sampled"]
+    batch = batch_of(texts)
+    kinds = np.repeat(np.arange(len(texts)) % len(FILTERED), batch.response_lengths)
+    for kind, theirs in enumerate(found):
+        chosen = batch.loss_mask & (kinds == kind)
+        assert chosen.sum() > 50
+        np.testing.assert_array_equal(theirs[chosen], batch.rollout_log_probs[chosen])
+        assert kind == 0 or not np.array_equal(theirs[chosen], found[0][chosen])
 
 
 @pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("qwen3.5-9b", {**SIZES, "num_hidden_layers": 4})])

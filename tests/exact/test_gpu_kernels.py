@@ -74,6 +74,7 @@ def test_rows(size: int, dtype: torch.dtype, compute: Compute) -> None:
             ("sigmoids", [], (2 * size,), operators.sigmoid(x)),
             ("log_normalizers", [], (2,), torch.stack(operators.log_normalizers(x), 1)),
         ]
+        hold(compute("exponentials", [operators.log_softmax(x)], (6, 2 * size)), operators.probabilities(x))
     for name, rest, shape, expected in cases:
         found = compute(name, [x, *rest], (6, *shape))
         hold(found, expected)

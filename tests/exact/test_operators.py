@@ -94,6 +94,8 @@ def test_log_softmax_and_experts(rows: int, size: int, seed: int) -> None:
     check(operators.log_softmax, logits, expected, rows // 2)
     padded = torch.cat([logits, torch.full((rows, 7), -torch.inf)], 1)
     assert torch.equal(operators.log_softmax(padded)[:, : size + 1], operators.log_softmax(logits))
+    check(operators.probabilities, logits, expected.exp(), rows // 2)
+    assert not operators.probabilities(padded)[:, size + 1 :].any()
     count = min(4, size + 1)
     experts = operators.top_experts(logits, count)
     assert torch.equal(experts, logits.topk(count, dim=1).indices)

@@ -25,9 +25,7 @@ EXACT = ("learner.match_engine=exact", "rollout.engine.dtype=bfloat16")
         "weight_sync.round_to=int4",
         "learner.lora.rank=8",
         "learner.mtp.train=true",
-        "rollout.train.top_p=0.9",
-        "rollout.train.top_k=20",
-        "rollout.train.min_p=0.1",
+        "rollout.engine.speculative.algorithm=NGRAM",
     ],
 )
 def test_settings(override: str) -> None:

@@ -70,6 +70,7 @@ EXACT = (
     "gated",
     "gelu_gated",
     "sigmoids",
+    "exponentials",
     "gates_of",
     "shares_of",
     "log_normalizers",

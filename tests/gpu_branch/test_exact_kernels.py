@@ -38,7 +38,9 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
             gpu.gates_of(logits, chosen, over_all, torch.empty(rows, experts))
         gpu.shares_of(logits, chosen, torch.empty(rows, experts))
         gpu.sigmoids(logits, torch.empty(rows, experts))
-        gpu.log_normalizers(torch.empty(rows, 151936), torch.empty(rows, 2))
+        logits = torch.empty(rows, 151936)
+        gpu.log_normalizers(logits, torch.empty(rows, 2))
+        gpu.exponentials(logits, torch.empty_like(logits))
 
     return device_compiler.kernels_of(launch)
 
@@ -55,7 +57,7 @@ def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtyp
         found = []
         for heads, groups, size in ((14, 2, 64), (32, 4, 128), (16, 4, 256)):
             found += process.submit(_kernels, dtype, heads, groups, size).result()
-    assert len({kernel.name for kernel in found}) == 10
+    assert len({kernel.name for kernel in found}) == 11
     assert all(kernel.code_bytes > 0 for kernel in found)
     assert [kernel for kernel in found if kernel.shared_bytes > SHARED_BYTES[capability]] == []
     if capability != BLACKWELL:  # whose instructions have other names
