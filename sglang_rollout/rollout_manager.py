@@ -30,7 +30,8 @@ from sglang_rollout.agent.agents import is_task_agent, make_agent
 from sglang_rollout.agent.loop import Agent, TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup
 from sglang_rollout.agent.turn_glue import Tokenizer
-from sglang_rollout.engine.base import Engine, make_engine
+from sglang_rollout.engine.base import Engine
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.sampler import PoolSampler

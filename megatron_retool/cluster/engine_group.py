@@ -27,7 +27,8 @@ from megatron_retool.cluster.runtime import (
 )
 from megatron_retool.config import Config
 from megatron_retool.ports import free_port
-from sglang_rollout.engine.base import EnginePart, EngineServer, PartServer, make_engine
+from sglang_rollout.engine.base import EnginePart, EngineServer, PartServer
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.key import engine_key, use_engine_key
 
 ANSWER_SECONDS = 20.0

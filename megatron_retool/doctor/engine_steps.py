@@ -27,8 +27,9 @@ from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
 from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
-from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
+from sglang_rollout.engine.base import EngineStartError, GenerateRequest
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
 

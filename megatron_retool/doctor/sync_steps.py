@@ -9,7 +9,7 @@ from megatron_retool.doctor.engine_steps import engine_config, engine_url, score
 from megatron_retool.doctor.learner_steps import MeasuredLearner, make_learner
 from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.session import DoctorSession
-from sglang_rollout.engine.base import make_engine
+from sglang_rollout.engine.configured import make_engine
 
 VERSIONS = {"disk": 11, "tensor": 12, "distributed": 13}
 """Each method's own weights, so that none passes with those of another."""

@@ -24,7 +24,8 @@ from megatron_retool.config import Config, ConfigError, RolloutConfig
 from megatron_retool.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megatron_retool.loop.checks import check_model
 from megatron_retool.machine import nvidia_smi
-from sglang_rollout.engine.base import EngineError, EngineServer, make_engine
+from sglang_rollout.engine.base import EngineError, EngineServer
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.engine.process import resolve_device
 from sglang_rollout.gateway.rendering import ContextRenderer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_retool.config import Config
-from sglang_rollout.engine.base import SyncReport, WeightSync, make_engine
+from sglang_rollout.engine.base import SyncReport, WeightSync
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.weight_sync.base import Bucket
 
 _CONNECTION: WeightSync | None = None

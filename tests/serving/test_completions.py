@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig, load_config
 from megatron_retool.serving.front import OpenDoor
-from sglang_rollout.engine.base import make_engine
+from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.gateway import completions
 from sglang_rollout.gateway.api import MAX_PROMPTS_BYTES

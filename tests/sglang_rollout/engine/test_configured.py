@@ -10,7 +10,7 @@ from megatron_retool.config import load_config
 from megatron_retool.registry import ExtensionError
 from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.backends.transformers_engine import TransformersEngine
-from sglang_rollout.engine.base import check_engine, make_engine
+from sglang_rollout.engine.configured import check_engine, make_engine
 
 OWN = """
 from sglang_rollout.backends.sglang_engine import SGLangEngine
