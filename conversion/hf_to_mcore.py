@@ -67,9 +67,10 @@ from conversion.files.workers import (
 from conversion.model.architecture import Architecture
 from conversion.model.layout import LayoutError, cuts
 from conversion.model.low_precision import DECLARED_BESIDE
+from conversion.model.mapping import Mapping
 from conversion.model.rules import Arrangement
 from conversion.model.stacked import tensor_of
-from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
+from conversion.model.weight_map import WeightMap, checkpoint_place
 from megatron_retool.errors import UserError
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text

@@ -70,8 +70,9 @@ from conversion.model.block_fp8 import (
     takes_power_of_two,
 )
 from conversion.model.config_reader import PREDICTORS
+from conversion.model.mapping import Mapping, to_hf
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
-from conversion.model.weight_map import PREDICTOR_PREFIX, Mapping, WeightMap, checkpoint_place, to_hf
+from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, checkpoint_place
 from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text

@@ -49,7 +49,8 @@ from conversion.model.block_fp8 import (
     round_to_blocks,
 )
 from conversion.model.low_precision import quantization_of
-from conversion.model.weight_map import WeightMap, to_hf, to_mcore
+from conversion.model.mapping import to_hf, to_mcore
+from conversion.model.weight_map import WeightMap
 from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
 
@@ -172,9 +173,10 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     from megatron_retool.config import load_config
     from megatron_retool.learner import parallel
     from megatron_retool.learner.checkpoint.load import load_model_weights
-    from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+    from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.packing import Packer
     from megatron_retool.learner.precision import Acceleration
+    from megatron_retool.learner.specs import build_transformer_config
 
     learner = load_config(overrides=["learner.dtype=float32"]).learner
     architecture = comparison.architecture

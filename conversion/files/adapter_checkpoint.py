@@ -21,7 +21,8 @@ from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.peft_files import write_peft
 from conversion.files.quantized_checkpoint import open_source
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
-from conversion.model.weight_map import CheckpointPlace, Mapping, WeightMap, checkpoint_place, to_mcore
+from conversion.model.mapping import Mapping, to_mcore
+from conversion.model.weight_map import CheckpointPlace, WeightMap, checkpoint_place
 from megatron_retool.runs.files import write_text
 from untrusted import load_json
 

@@ -33,16 +33,10 @@ from conversion.files.safetensors_headers import (
 )
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.config_reader import PREDICTORS, ConfigReader
+from conversion.model.mapping import FULL_PRECISION_DTYPES, Mapping, WeightMapError, check_tensors
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
-from conversion.model.weight_map import (
-    FULL_PRECISION_DTYPES,
-    IGNORED_HF_NAMES,
-    Mapping,
-    WeightMap,
-    WeightMapError,
-    check_tensors,
-)
+from conversion.model.weight_map import IGNORED_HF_NAMES, WeightMap
 from megatron_retool.runs.files import write_text
 
 WEIGHT_SUFFIXES = (

@@ -19,8 +19,9 @@ from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.quantized_checkpoint import open_source
 from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import Mapping
 from conversion.model.rules import BUFFER_SUFFIXES, Arrangement, Rule
-from conversion.model.weight_map import CheckpointPlace, Mapping
+from conversion.model.weight_map import CheckpointPlace
 
 PREFIX = "predictors."
 

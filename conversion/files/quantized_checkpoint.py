@@ -14,8 +14,9 @@ from conversion.files.hf_checkpoint import HFCheckpoint, StoredTensor
 from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.model.block_fp8 import is_linear
 from conversion.model.low_precision import Quantization, Scheme, quantization_of
+from conversion.model.mapping import FULL_PRECISION_DTYPES
 from conversion.model.mxfp4 import power_of_two, unpack_e2m1
-from conversion.model.weight_map import FULL_PRECISION_DTYPES, WeightMap
+from conversion.model.weight_map import WeightMap
 
 FULL_PRECISION = torch.bfloat16
 """What the weights were before they were quantised, in nearly every model that is published so."""

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import Mapping, shard_shape
 from conversion.model.rules import Arrangement
-from conversion.model.weight_map import Mapping, WeightMap, shard_shape
+from conversion.model.weight_map import WeightMap
 
 TARGETS = ("attention", "mlp", "experts")
 FACTORS = ".lora."

@@ -24,8 +24,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from conversion.model.low_precision import MERGED_BY_ENGINES
+from conversion.model.mapping import Mapping as WeightMapping
 from conversion.model.stacked import tensor_of
-from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
 from megatron_retool.errors import InputError
 

@@ -41,8 +41,9 @@ from conversion.files.peft_config import PeftFilesError
 from conversion.files.peft_files import PeftFiles
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import Mapping, RowSegment, shard, shard_shape
 from conversion.model.rules import Arrangement
-from conversion.model.weight_map import Mapping, RowSegment, WeightMap, shard, shard_shape
+from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError, LoraConfig
 from megatron_retool.learner.attention import rms_norm
 from megatron_retool.learner.latent_attention import ReplicatedLinear

@@ -131,8 +131,8 @@ class LocalPackedSequences(PackedSeqParams):
     ``cp_group`` is of the ranks that share the micro-batch; None: it is this rank's own.
 
     Attributes:
-        buckets: see ``packing.MicroBatch``.
-        tree: see ``packing.MicroBatch``; instead of buckets.
+        buckets: see ``micro_batch.MicroBatch``.
+        tree: see ``micro_batch.MicroBatch``; instead of buckets.
         cos, sin: [t, 1, r] at each token's position, r <= head_dim; see ``RotaryTable``.
         local_cos, local_sin: the same for layers with a window; None: as in the others.
         query_growth: see ``positions.query_growth``.

@@ -6,7 +6,7 @@ changes the classes of a built model's modules: parameters, their names and thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.rotary import inverse_frequencies
 from megatron_retool.exact import operators
 from megatron_retool.exact.coverage import OPERATORS, check_operators
+from megatron_retool.learner import exact_gradients
 from megatron_retool.learner.attention import (
     LocalPackedSequences,
     PackedAttention,
@@ -36,90 +37,12 @@ from megatron_retool.learner.positions import PreparedQueries
 from megatron_retool.learner.precision import Acceleration
 
 
-class _WithGradientOf(torch.autograd.Function):
-    """The first tensor's numbers with the second's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, exact: Tensor, ordinary: Tensor) -> Tensor:
-        return exact.view_as(exact)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad
-
-
-def _with_gradient_of(exact: Tensor, ordinary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """``exact``, which ``ordinary(*inputs)`` would be but for its rounding, with the latter's gradient."""
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs):
-        return exact
-    return _WithGradientOf.apply(exact, ordinary(*inputs))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return operators.linear(x, weight, bias, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.size(-1)).to(x.dtype)
-        grad_x = torch.mm(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.mm(rows.t(), x.reshape(-1, x.size(-1))) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias else None, None
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return operators.rms_norm(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        wide, grad = x.float(), grad.float()
-        inverse = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        normed = wide * inverse
-        of_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_normed = grad * weight.float()
-        of_normed -= normed * (of_normed * normed).mean(-1, keepdim=True)
-        return of_normed.mul_(inverse).to(x.dtype), of_weight, None
-
-
-class _SiluAndMultiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return operators.silu_and_multiply(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate, up = ctx.saved_tensors[0].chunk(2, dim=-1)
-        return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=-1)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return operators.rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return operators.rotate(grad, cos, -sin), None, None
-
-
 class ExactColumnParallelLinear(ColumnParallelLinear):
     """On one tensor-parallel rank; a bias is added before the product is rounded."""
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[..., K] -> [..., N], and no bias that is still to be added."""
-        return _Linear.apply(input_, self.weight, self.bias), None
+        return exact_gradients.linear(input_, self.weight, self.bias), None
 
 
 class ExactRowParallelLinear(RowParallelLinear):
@@ -127,7 +50,7 @@ class ExactRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[..., K] -> [..., N], and no bias that is still to be added."""
-        return _Linear.apply(input_, self.weight, self.bias), None
+        return exact_gradients.linear(input_, self.weight, self.bias), None
 
 
 class ExactReplicatedLinear(ReplicatedLinear):
@@ -135,7 +58,7 @@ class ExactReplicatedLinear(ReplicatedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        return _Linear.apply(input, self.weight, None)
+        return exact_gradients.linear(input, self.weight, None)
 
 
 class ExactRMSNorm(RMSNorm):
@@ -144,7 +67,7 @@ class ExactRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """As ``RMSNorm.forward``."""
         weight = 1.0 + self.weight.float() if self.zero_centered else self.weight
-        return _RMSNorm.apply(x, weight, float(self.eps or 0.0))
+        return exact_gradients.rms_norm(x, weight, float(self.eps or 0.0))
 
 
 class ExactFullWidthRMSNorm(FullWidthRMSNorm):
@@ -152,20 +75,20 @@ class ExactFullWidthRMSNorm(FullWidthRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``FullWidthRMSNorm.forward``."""
-        return _RMSNorm.apply(x.flatten(-2), self.weight, self.eps).view(x.shape)
+        return exact_gradients.rms_norm(x.flatten(-2), self.weight, self.eps).view(x.shape)
 
 
 def _between(mlp: Any, hidden_states: Tensor) -> Tensor:
     """What the activation of ``mlp`` leaves, between its two linear layers."""
     gate_and_up = mlp.linear_fc1(hidden_states)[0]
     if mlp.config.activation_func is F.silu:
-        return _SiluAndMultiply.apply(gate_and_up)
+        return exact_gradients.silu_and_multiply(gate_and_up)
 
     def ordinary(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return mlp.config.activation_func(gate) * up
 
-    return _with_gradient_of(operators.gelu_and_multiply(gate_and_up), ordinary, gate_and_up)
+    return exact_gradients.with_gradient_of(operators.gelu_and_multiply(gate_and_up), ordinary, gate_and_up)
 
 
 class ExactSwiGLUMLP(SwiGLUMLP):
@@ -215,7 +138,7 @@ class ExactRouter(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """float32 [..., E]."""
         dtype = torch.float32 if self.score_function == "sigmoid" else None
-        return _Linear.apply(input, self.weight, None, dtype).float()
+        return exact_gradients.linear(input, self.weight, None, dtype).float()
 
     def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Gates, float32 [t, E], and which experts are chosen, bool [t, E]."""
@@ -242,7 +165,7 @@ class ExactRouter(TopKRouter):
             return logits.softmax(-1) * chosen
 
         exact = operators.expert_gates(scores, experts, self.normalizes, self.score_function)
-        return _with_gradient_of(exact, ordinary, logits) * self.factor, chosen
+        return exact_gradients.with_gradient_of(exact, ordinary, logits) * self.factor, chosen
 
 
 class ExactMixture(MoELayer):
@@ -270,9 +193,9 @@ class ExactMixture(MoELayer):
         shared = self.shared_experts(hidden_states)
         if not self.shared_experts.use_shared_expert_gate:
             return out + shared, None
-        logits = _Linear.apply(hidden_states, self.shared_experts.gate_weight, None, torch.float32)
+        logits = exact_gradients.linear(hidden_states, self.shared_experts.gate_weight, None, torch.float32)
         exact = operators.sigmoid(logits.view(-1, 1)).view(logits.shape)
-        return operators.gated_sum(out, shared, _with_gradient_of(exact, torch.sigmoid, logits)), None
+        return operators.gated_sum(out, shared, exact_gradients.with_gradient_of(exact, torch.sigmoid, logits)), None
 
 
 class ExactRotaryTable:
@@ -304,7 +227,7 @@ class ExactAttention(PackedAttention):
         if "rotary" not in self.exact_operators:
             return super()._rotated(x, packed)
         assert cos is not None and sin is not None
-        return _Rotate.apply(x, cos.squeeze(1), sin.squeeze(1))
+        return exact_gradients.rotate(x, cos.squeeze(1), sin.squeeze(1))
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, packed: LocalPackedSequences, chosen: Any) -> Tensor:
         ordinary = super()._attended
@@ -316,7 +239,9 @@ class ExactAttention(PackedAttention):
         if self.window is not None:
             starts, counts = operators.last_keys(starts, counts, self.window)
         exact = operators.attention(query, key, value, slots, starts, counts, self.scale)
-        return _with_gradient_of(exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value)
+        return exact_gradients.with_gradient_of(
+            exact, lambda q, k, v: ordinary(q, k, v, packed, chosen), query, key, value
+        )
 
 
 class ExactPreparedQueries(PreparedQueries):
@@ -334,7 +259,7 @@ class ExactSelfAttention(SelfAttention):
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         gate = gate.reshape(x.shape)
         exact = operators.multiply_by_sigmoid(x, gate)
-        return _with_gradient_of(exact, super()._apply_output_gate, x, gate)
+        return exact_gradients.with_gradient_of(exact, super()._apply_output_gate, x, gate)
 
 
 class ExactGatedDeltaNet(GatedDeltaNet):
@@ -344,7 +269,7 @@ class ExactGatedDeltaNet(GatedDeltaNet):
         with torch.no_grad():
             exact = self._exact(convolved, rates, packed)
         ordinary = super()._within_rank
-        return _with_gradient_of(exact, lambda c, r: ordinary(c, r, packed), convolved, rates)
+        return exact_gradients.with_gradient_of(exact, lambda c, r: ordinary(c, r, packed), convolved, rates)
 
     def _exact(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
         """[t, value heads, value_dim], for what ``_within_rank`` is given."""
@@ -365,7 +290,7 @@ class ExactGatedRMSNorm(GatedRMSNorm):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """As ``GatedRMSNorm.forward``."""
         exact = operators.gated_rms_norm(x, self.weight, self.eps, gate)
-        return _with_gradient_of(exact, super().forward, x, gate)
+        return exact_gradients.with_gradient_of(exact, super().forward, x, gate)
 
 
 class ExactLatentAttention(LatentAttention):
@@ -384,7 +309,7 @@ class ExactLatentAttention(LatentAttention):
         with torch.no_grad():
             exact = self._exact(query, latent, turned, packed)
         inputs = query, latent, turned, self.linear_kv_up_proj.weight
-        return _with_gradient_of(exact, lambda q, c, k, _up: ordinary(q, c, k, packed), *inputs)
+        return exact_gradients.with_gradient_of(exact, lambda q, c, k, _up: ordinary(q, c, k, packed), *inputs)
 
     def _exact(self, query: Tensor, latent: Tensor, turned: Tensor, packed: LocalPackedSequences) -> Tensor:
         """[t, 1, heads x value_dim], for what ``_attended`` is given."""

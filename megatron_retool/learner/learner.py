@@ -45,17 +45,19 @@ from megatron_retool.learner.losses import (
     sft_weights,
     top_tokens_loss,
 )
-from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
+from megatron_retool.learner.micro_batch import MicroBatch
+from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel
 from megatron_retool.learner.multi_token_prediction import PredictionLoss
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply, step_settings
-from megatron_retool.learner.packing import MicroBatch, Packer, Plan
+from megatron_retool.learner.packing import Packer, Plan
 from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.pipeline import forward, forward_backward, reduce_over_ranks, sum_gradients
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
 from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
+from megatron_retool.learner.specs import build_transformer_config
 from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
 from megatron_retool.learner.teacher import last_hidden_states, teacher_of_rows, teachers_of
 from megatron_retool.learner.teacher_loss import TeacherLoss

@@ -159,7 +159,7 @@ class _Settings:
             x = torch.mm(hidden.to(self.dtype), weight.t()).float()
         if self.temperature != 1.0:
             # By a tensor, as engines do: on a GPU torch would multiply by the inverse of a number.
-            x.div_(x.new_tensor(self.temperature))
+            x.div_(x.new_full((), self.temperature))
         self._fill_padding(x, float("-inf"))
         if self.filters is not None:
             kept = self._kept(x, self.filters)

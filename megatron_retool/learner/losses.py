@@ -19,7 +19,7 @@ from megatron_retool.algorithms.policy_loss import (
 )
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
 from megatron_retool.algorithms.top_tokens import TopTokens, top_tokens_divergence
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.learner.pipeline import reported_once, whole_sequences
 from megatron_retool.registry import Need
 from megatron_retool.trajectory import TrajectoryBatch

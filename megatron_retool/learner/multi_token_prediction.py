@@ -4,7 +4,7 @@ At a token t of a text, layer k reads what the one before it says of t (the firs
 the embedding of token t + k, and predicts token t + k + 1 through the model's own head.  Its loss is the cross-entropy
 of the tokens of the loss mask at temperature 1, meaned over the mini-batch and the layers, times
 learner.mtp.loss_scaling_factor.  The modules are Megatron-Core's.  Which token is behind which is planned with the
-micro-batch (``packing.Prediction``), where a text ends and what other context-parallel ranks hold is known.
+micro-batch (``micro_batch.Prediction``), where a text ends and what other context-parallel ranks hold is known.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from megatron_retool.algorithms.policy_loss import LossOutput
 from megatron_retool.learner.losses import MicroBatchLoss
-from megatron_retool.learner.packing import MicroBatch, ramp
+from megatron_retool.learner.micro_batch import MicroBatch
+from megatron_retool.learner.stream import ramp
 from megatron_retool.trajectory import TrajectoryBatch
 
 LOSS, BEST = "learner/mtp_loss", "learner/mtp_acceptance"
 
 
 class PackedPredictor(MultiTokenPredictionLayer):
-    """Megatron's layer, told the tokens that ``packing.Prediction`` names.
+    """Megatron's layer, told the tokens that ``micro_batch.Prediction`` names.
 
     Args:
         hidden_first: the hidden state is projected before the embedding, as ``enorm`` norms it; False: behind it.

@@ -8,7 +8,6 @@ query-key pairs as the others.  ``dynamic_context.py`` lets fewer ranks share wh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,79 +28,10 @@ from megatron_retool.algorithms.sequence_balance import (
     sequence_cost,
 )
 from megatron_retool.errors import InputError
-from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
+from megatron_retool.learner.attention_pieces import Bucket, ContextBucket
+from megatron_retool.learner.micro_batch import Int64Array, MicroBatch, Prediction
+from megatron_retool.learner.stream import Responses, Stream, numbered, ramp
 from megatron_retool.trajectory import TrajectoryBatch
-
-Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a layer for multi-token prediction reads of a micro-batch. t, n as in ``MicroBatch``.
-
-    Attributes:
-        input_ids: int64 [1, t], the token that each local token's layer gets: the k-th behind it in its text, for
-            layer k from 1 on. 0 where the text ends before.
-        head_positions: int64 [n], local tokens whose output predicts the token behind that one.
-        targets: int64 [n], these tokens; all are of the head's, see ``Packer.micro_batches``.
-    """
-
-    input_ids: torch.Tensor
-    head_positions: torch.Tensor
-    targets: torch.Tensor
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One packed micro-batch, this context-parallel rank's share of it. t = its packed tokens, padding included.
-
-    Attributes:
-        rows: row of the batch of each packed sequence; empty for a filler that only keeps ranks in step.
-        input_ids, position_ids: int64 [1, t].
-        cu_seqlens: int32 [sequences + 1], boundaries in the whole (not the local) stream, padding included.
-        head_positions: int64 [n], local tokens whose output the head reads: each predicts a response token.
-        targets: int64 [n], the predicted tokens; [n, K] where the caller gave K of each.
-        slots: int64 [n], where those stand among the micro-batch's response tokens.
-        response_positions: int64 [R], the micro-batch's response tokens as positions in the batch's columns, whole
-            sequences on every context-parallel rank.
-        sequence_ids: int64 [R], the unit (``Packer.units``) of each response token, from 0 in order of ``rows``.
-        token_positions: int64 [t], the local tokens as positions among the batch's, prompt and response of each
-            sequence end to end; -1: padding.
-        buckets: what attention does with it where Transformer Engine is absent.
-        tree: where common prefixes stand once (``shared_packing.py``), what attention does with it instead.
-        copies: int64 [n], which of the head's outputs each slot takes, where several take the same: ``head_positions``
-            and ``targets`` then name every output once. None: one each.
-        duplicates: int64 [2, d], tokens that are not computed, and those in whose place they would be, both as in
-            ``token_positions``. None: there are none.
-        predictions: one for each layer for multi-token prediction.
-        context_size: how many context-parallel ranks share it.
-        context_rank: which of them this is. Rank 0 reports what all of them know.
-        part: of a plan of parts (``Packer.plan``).
-    """
-
-    rows: Int64Array
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    head_positions: torch.Tensor
-    targets: torch.Tensor
-    slots: torch.Tensor
-    response_positions: Int64Array
-    sequence_ids: torch.Tensor
-    token_positions: Int64Array
-    buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
-    tree: SharedPrefixes | None = None
-    copies: torch.Tensor | None = None
-    duplicates: Int64Array | None = None
-    predictions: tuple[Prediction, ...] = ()
-    context_size: int = 1
-    context_rank: int = 0
-    part: int = 0
-
-    def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """The micro-batch's part [R] of a batch column [T]."""
-        return torch.from_numpy(values[self.response_positions]).to(self.targets.device)
 
 
 @dataclass(frozen=True)
@@ -546,67 +476,3 @@ def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Ar
     firsts = np.stack([starts + context_rank * chunks, starts + (2 * context_size - 1 - context_rank) * chunks], axis=1)
     counts = np.repeat(chunks, 2)
     return np.repeat(firsts.reshape(-1), counts) + ramp(counts)
-
-
-def numbered(units: Int64Array) -> Int64Array:
-    """``units`` as 0, 1, … in the order in which they first occur."""
-    _, first, places = np.unique(units, return_index=True, return_inverse=True)
-    numbers: Int64Array = np.argsort(np.argsort(first))[places]
-    return numbers
-
-
-def ramp(counts: Int64Array) -> Int64Array:
-    """0 .. c - 1 for each count c, end to end."""
-    counts = np.asarray(counts, dtype=np.int64)
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-
-
-@dataclass(frozen=True)
-class Responses:
-    """The R response tokens of some rows, in row order.
-
-    Attributes:
-        owner: int64 [R], whose token it is, as an index into the rows.
-        places: int64 [R], its position in its sequence; it is predicted from the one before.
-        positions: int64 [R], its position in the batch's columns.
-    """
-
-    owner: Int64Array
-    places: Int64Array
-    positions: Int64Array
-
-    @classmethod
-    def of(cls, batch: TrajectoryBatch, stream: Stream, rows: Int64Array) -> Responses:
-        """The responses of ``rows`` in the stream."""
-        lengths = batch.response_lengths[rows].astype(np.int64)
-        owner, inside = np.repeat(np.arange(len(rows)), lengths), ramp(lengths)
-        return cls(owner, batch.prompt_lengths[rows][owner] + inside, stream.response_starts[rows][owner] + inside)
-
-    def slots(self, batch: TrajectoryBatch, head_on: str) -> Int64Array:
-        """int64 [n]: those that the head reads; see ``Packer.micro_batches``."""
-        return np.flatnonzero(batch.loss_mask[self.positions]) if head_on == "loss_mask" else np.arange(len(self.owner))
-
-
-class Stream:
-    """All sequences of a batch, prompt and response joined, end to end."""
-
-    def __init__(self, batch: TrajectoryBatch) -> None:
-        prompts, responses = batch.prompt_lengths.astype(np.int64), batch.response_lengths.astype(np.int64)
-        self.prompt_lengths, self.lengths = prompts, prompts + responses
-        self.starts = np.cumsum(self.lengths) - self.lengths
-        self.response_starts = np.cumsum(responses) - responses
-        self.ids = np.empty(int(self.lengths.sum()), np.int64)
-        self.ids[np.repeat(self.starts, prompts) + ramp(prompts)] = batch.prompt_ids
-        self.ids[np.repeat(self.starts + prompts, responses) + ramp(responses)] = batch.response_ids
-
-    def positions(self, rows: Int64Array) -> Int64Array:
-        """Where the tokens of ``rows``, end to end, are in ``ids``."""
-        counts = self.lengths[rows]
-        positions: Int64Array = np.repeat(self.starts[rows], counts) + ramp(counts)
-        return positions
-
-    @functools.cached_property
-    def sequences(self) -> list[Int64Array]:
-        """The token ids of each row."""
-        return np.split(self.ids, self.starts[1:]) if len(self.starts) else []

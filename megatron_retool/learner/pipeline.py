@@ -15,7 +15,7 @@ from torch import Tensor
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.policy_loss import LossOutput, reduce_metrics
 from megatron_retool.learner import parallel
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 
 
 def forward_backward(

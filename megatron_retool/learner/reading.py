@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.learner import parallel
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.learner.pipeline import forward
 from megatron_retool.learner.routing_replay import RoutingPass
 from megatron_retool.routed_experts import ExpertArray

@@ -34,7 +34,7 @@ from megatron_retool.algorithms.means import Mean
 from megatron_retool.config import AlgorithmConfig, ConfigError, LearnerConfig
 from megatron_retool.errors import InputError
 from megatron_retool.learner.expert_groups import ExpertChoice, TopK
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.routed_experts import ExpertArray, RoutedExperts, expert_dtype, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
 

@@ -18,16 +18,9 @@ from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.prefix_tree import PrefixTree, families, prefix_tree, side_by_side
 from megatron_retool.learner.attention_pieces import SharedPrefixes
-from megatron_retool.learner.packing import (
-    Int64Array,
-    MicroBatch,
-    Packer,
-    Plan,
-    PlannedMicroBatch,
-    Responses,
-    Stream,
-    numbered,
-)
+from megatron_retool.learner.micro_batch import Int64Array, MicroBatch
+from megatron_retool.learner.packing import Packer, Plan, PlannedMicroBatch
+from megatron_retool.learner.stream import Responses, Stream, numbered
 from megatron_retool.trajectory import TrajectoryBatch
 
 

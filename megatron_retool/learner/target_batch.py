@@ -19,7 +19,7 @@ from torch import Tensor
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput
 from megatron_retool.algorithms.token_losses import TokenLossFunction, TokenLossInputs, token_loss
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.learner.pipeline import whole_sequences
 from megatron_retool.registry import Extension
 from megatron_retool.target_sequences import FloatArray, Int64Array, RequestRefused, TargetSequence, TokenOutputs

@@ -16,10 +16,11 @@ from torch import Tensor
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, LearnerConfig, TrainerConfig
 from megatron_retool.learner.initial import initial_chunks
-from megatron_retool.learner.model import PolicyModel, build_transformer_config
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
+from megatron_retool.learner.model import PolicyModel
 from megatron_retool.learner.pipeline import forward
 from megatron_retool.learner.precision import Acceleration
+from megatron_retool.learner.specs import build_transformer_config
 from megatron_retool.trajectory import TrajectoryBatch
 
 Int64Array = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_retool.algorithms.policy_loss import LossOutput
 from megatron_retool.learner.divergence import Divergence, TeacherHead
 from megatron_retool.learner.losses import MicroBatchLoss
-from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.trajectory import TrajectoryBatch
 
 DIVERGENCE = "distillation/divergence"

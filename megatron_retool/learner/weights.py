@@ -24,18 +24,10 @@ from torch import Tensor
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.adapter_map import FACTORS
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import Mapping, WeightMapError, hf_parts, merge, shard_shape, to_hf
 from conversion.model.rules import MCORE_BUFFER_SUFFIXES, Arrangement
 from conversion.model.stacked import Stacker
-from conversion.model.weight_map import (
-    Mapping,
-    WeightMap,
-    WeightMapError,
-    canonical_name,
-    hf_parts,
-    merge,
-    shard_shape,
-    to_hf,
-)
+from conversion.model.weight_map import WeightMap, canonical_name
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")

@@ -15,10 +15,11 @@ from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerCo
 from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
+from megatron_retool.planning.memory_plan import plan_memory
 from megatron_retool.planning.models import resolve_architecture
 from megatron_retool.planning.scenarios import MAX_RESPONSES, SIZES, compare, scenario_of
 from megatron_retool.planning.strategies import Strategy, standard_strategies
-from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
+from megatron_retool.planning.suggest import Planner, overrides_of
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
 from megatron_retool.runs.metrics_file import read_metrics_and_problems

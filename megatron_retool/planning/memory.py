@@ -20,8 +20,9 @@ from functools import lru_cache
 from conversion.model.adapter_map import factor_elements, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
+from conversion.model.mapping import shard_shape
 from conversion.model.rules import updated_by_muon
-from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, shard_shape
+from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap
 from megatron_retool.config import AlgorithmConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES, activation_bytes, logit_bytes
 from megatron_retool.registry import Need

@@ -222,9 +222,10 @@ class _OneRank:
 
         from conversion.model import flops
         from megatron_retool.learner.exact import place
-        from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+        from megatron_retool.learner.model import build_model_chunks
         from megatron_retool.learner.packing import Packer
         from megatron_retool.learner.precision import Acceleration
+        from megatron_retool.learner.specs import build_transformer_config
         from megatron_retool.learner.weights import load_hf_weights
 
         acceleration = Acceleration.detect()

@@ -27,7 +27,8 @@ from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.layout import LayoutError
-from conversion.model.weight_map import WeightMap, checkpoint_place, to_mcore
+from conversion.model.mapping import to_mcore
+from conversion.model.weight_map import WeightMap, checkpoint_place
 from megatron_retool import interruption
 from tests.conversion.conftest import assert_same_bits, flip, read_all
 

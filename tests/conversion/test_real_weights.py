@@ -20,7 +20,8 @@ from conversion.files.hf_checkpoint import copy_companions
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.weight_map import WeightMap, merge, shard, to_hf, to_mcore
+from conversion.model.mapping import merge, shard, to_hf, to_mcore
+from conversion.model.weight_map import WeightMap
 from conversion.verify import dequantized
 from megatron_retool.data.demo.pretrained import write_smollm2
 from tests.conversion.conftest import assert_same_bits, read_all

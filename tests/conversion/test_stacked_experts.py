@@ -15,8 +15,9 @@ from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
+from conversion.model.mapping import WeightMapError, shard, to_mcore
 from conversion.model.stacked import part_of
-from conversion.model.weight_map import WeightMap, WeightMapError, shard, to_mcore
+from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS

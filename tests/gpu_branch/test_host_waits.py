@@ -30,7 +30,7 @@ OF_A_LAYER_OF_EXPERTS: Budget = {
 OF_A_MICRO_BATCH: Budget = {
     ("copy from the host", "megatron_retool/learner/packing.py", "tensor"): 7,
     ("copy from the host", "megatron_retool/learner/packing.py", "_bucket"): 2,  # where torch attends
-    ("copy from the host", "megatron_retool/learner/packing.py", "column"): 6,  # the loss's
+    ("copy from the host", "megatron_retool/learner/micro_batch.py", "column"): 6,  # the loss's
     ("copy from the host", "megatron_retool/learner/reading.py", "collect"): 1,
 }
 OF_SHARED_PREFIXES: Budget = {

@@ -12,7 +12,8 @@ import torch
 
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
-from conversion.model.weight_map import WeightMap, merge, shard
+from conversion.model.mapping import merge, shard
+from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.admission.requests import Request, shrunk_config
 from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, random_model, stored_weights

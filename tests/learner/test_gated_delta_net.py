@@ -12,7 +12,8 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
-from conversion.model.weight_map import WeightMap, shard, to_hf, to_mcore
+from conversion.model.mapping import shard, to_hf, to_mcore
+from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.learner import cpu
@@ -78,7 +79,7 @@ def our_layer(model: Architecture, layer: int, sequence_parallel: bool, ranks: i
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_retool.learner.model import _local_layer
+    from megatron_retool.learner.specs import _local_layer
 
     config = TransformerConfig(
         num_layers=4, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,

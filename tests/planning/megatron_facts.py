@@ -25,9 +25,10 @@ from megatron_retool.config import Config, LearnerConfig, LoraConfig, OptimizerC
 from megatron_retool.learner import parallel
 from megatron_retool.learner.adapters import attach
 from megatron_retool.learner.learner import Learner
-from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+from megatron_retool.learner.model import build_model_chunks
 from megatron_retool.learner.packing import Packer
 from megatron_retool.learner.precision import Acceleration
+from megatron_retool.learner.specs import build_transformer_config
 from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 

@@ -17,16 +17,9 @@ from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, load_config
 from megatron_retool.planning.hardware import GIB, parse_machines
+from megatron_retool.planning.memory_plan import SLEEPING_ENGINE_BYTES, MemoryPlan, plan_memory
 from megatron_retool.planning.models import resolve_architecture
-from megatron_retool.planning.suggest import (
-    HEADROOM,
-    SLEEPING_ENGINE_BYTES,
-    MemoryPlan,
-    Planner,
-    overrides_of,
-    plan_memory,
-    vary,
-)
+from megatron_retool.planning.suggest import HEADROOM, Planner, overrides_of, vary
 from megatron_retool.planning.workload import workload_of
 
 DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"

@@ -18,7 +18,8 @@ from conversion.files.checksums import COMPLETE_NAME, Fault, find_faults, raise_
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.predictors import PREFIX as CARRIED_PREFIX
 from conversion.model.architecture import Architecture
-from conversion.model.weight_map import PREDICTOR_PREFIX, CheckpointPlace, Mapping, shard, to_mcore
+from conversion.model.mapping import Mapping, shard, to_mcore
+from conversion.model.weight_map import PREDICTOR_PREFIX, CheckpointPlace
 from megatron_retool.errors import OperationError
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (

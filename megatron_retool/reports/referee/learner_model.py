@@ -77,10 +77,11 @@ def read_learner(
     """
     from conversion.model import flops
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+    from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.packing import Packer
     from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
     from megatron_retool.learner.routing_replay import RoutingReplay
+    from megatron_retool.learner.specs import build_transformer_config
 
     config = step.config
     settings = single_rank(config.learner)

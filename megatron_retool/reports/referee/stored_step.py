@@ -17,8 +17,9 @@ import numpy.typing as npt
 from conversion.files.checksums import COMPLETE_NAME
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import to_hf
 from conversion.model.stacked import Stacker
-from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
+from conversion.model.weight_map import WeightMap, checkpoint_place
 from megatron_retool.config import Config, ModelConfig, load_config
 from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps

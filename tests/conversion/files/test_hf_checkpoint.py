@@ -21,7 +21,8 @@ from conversion.files.hf_checkpoint import (
     write_index,
 )
 from conversion.model.architecture import Architecture
-from conversion.model.weight_map import WeightMap, WeightMapError, shard, to_mcore
+from conversion.model.mapping import WeightMapError, shard, to_mcore
+from conversion.model.weight_map import WeightMap
 from tests.conversion.conftest import assert_same_bits, read_all
 
 

@@ -7,8 +7,9 @@ import random
 import torch
 
 from conversion.model.architecture import Architecture
+from conversion.model.mapping import to_hf, to_mcore
 from conversion.model.stacked import Stacker, StackPart, part_of, stacked_shapes, tensor_of
-from conversion.model.weight_map import WeightMap, to_hf, to_mcore
+from conversion.model.weight_map import WeightMap
 from megatron_retool.planning.models import MODELS
 
 LAYER = "model.layers.0.mlp.experts."

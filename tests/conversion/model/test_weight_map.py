@@ -14,19 +14,8 @@ from conversion.model.architecture import Architecture
 from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families
-from conversion.model.weight_map import (
-    Mapping,
-    WeightMap,
-    WeightMapError,
-    canonical_name,
-    checkpoint_place,
-    hf_parts,
-    merge,
-    shard,
-    shard_shape,
-    to_hf,
-    to_mcore,
-)
+from conversion.model.mapping import Mapping, WeightMapError, hf_parts, merge, shard, shard_shape, to_hf, to_mcore
+from conversion.model.weight_map import WeightMap, canonical_name, checkpoint_place
 
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")

@@ -43,8 +43,9 @@ def _build(
     directory: Path, fp8: Fp8Config, capability: tuple[int, int] = HOPPER
 ) -> tuple[list[Any], Architecture, Any]:
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+    from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.precision import Acceleration
+    from megatron_retool.learner.specs import build_transformer_config
 
     learner = LearnerConfig(dtype="bfloat16", fp8=fp8)
     architecture = Architecture.from_pretrained(directory)

@@ -48,8 +48,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _build(directory: Path, world: int = 1, *, local_spec: bool = False, **settings: Any) -> tuple[list[Any], Any]:
     """This rank's chunks as the learner builds them, with parameters that are no numbers; and the architecture."""
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+    from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.precision import Acceleration
+    from megatron_retool.learner.specs import build_transformer_config
 
     learner = LearnerConfig(world_size=world, **settings)
     architecture = Architecture.from_pretrained(directory)

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conversion.model.weight_map import HFPart, WeightMap
+from conversion.model.mapping import HFPart
+from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.engine_checks import published, unserved
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.requests import architecture_of, one_of_each_family, shrunk_config
