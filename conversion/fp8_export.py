@@ -33,8 +33,9 @@ from pathlib import Path
 import torch
 
 from conversion.files import command_lines
+from conversion.files.companions import copy_companions
 from conversion.files.directory import new_directory
-from conversion.files.hf_checkpoint import TensorSpec, copy_companions
+from conversion.files.hf_checkpoint import TensorSpec
 from conversion.files.workers import run_alone
 from conversion.model.attention_config import normalise_latents
 from conversion.model.block_fp8 import BLOCK, Form

@@ -43,17 +43,10 @@ import torch
 
 from conversion.files import command_lines
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
+from conversion.files.companions import check_tokenizer, copy_companions
 from conversion.files.directory import COMPANIONS, REPORT_NAME, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
-from conversion.files.hf_checkpoint import (
-    HFCheckpoint,
-    Mxfp4Stack,
-    StoredTensor,
-    check_finite,
-    check_tokenizer,
-    copy_companions,
-    is_finite,
-)
+from conversion.files.hf_checkpoint import HFCheckpoint, Mxfp4Stack, StoredTensor, check_finite, is_finite
 from conversion.files.predictors import of_model
 from conversion.files.quantized_checkpoint import FULL_PRECISION, QuantizedCheckpoint, open_source
 from conversion.files.safetensors_headers import HFCheckpointError

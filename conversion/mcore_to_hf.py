@@ -43,18 +43,10 @@ from conversion import fp8_export
 from conversion.files import command_lines
 from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, RECORD_NAME, MergedCheckpoint, read_record
 from conversion.files.checksums import COMPLETE_NAME, FilePart, FileRecord, verified_meanwhile
+from conversion.files.companions import check_tokenizer, copy_companions
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
-from conversion.files.hf_checkpoint import (
-    FileWriter,
-    TensorSpec,
-    check_finite,
-    check_tokenizer,
-    copy_companions,
-    is_finite,
-    plan_files,
-    write_index,
-)
+from conversion.files.hf_checkpoint import FileWriter, TensorSpec, check_finite, is_finite, plan_files, write_index
 from conversion.files.predictors import PREFIX, Predictors, of_checkpoint, of_directory
 from conversion.files.weights_alone import WEIGHTS_PART
 from conversion.files.workers import counted, default_workers, even_ranges, progress_bar, run_jobs

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import struct
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from conversion.files.checksums import COMPLETE_NAME, FilePart
+from conversion.files.checksums import FilePart
 from conversion.files.safetensors_headers import (
     INDEX_NAME,
     SINGLE_FILE_NAME,
@@ -38,23 +37,6 @@ from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUF
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import IGNORED_HF_NAMES, WeightMap
 from megatron_retool.runs.files import write_text
-
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-)
-CHAT_TEMPLATES = "additional_chat_templates"
-"""Where transformers keeps a tokenizer's chat templates beside the first one."""
-TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""A directory has a tokenizer when it has every file of one of these."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -487,41 +469,6 @@ def check_finite(broken: Iterable[str], source: Path, dtype: torch.dtype | None)
             f"{source} holds NaN or infinite values{cast} in {_some(names)}: fetch the model again, convert an earlier "
             "checkpoint, or choose a --dtype with more range"
         )
-
-
-def check_tokenizer(directory: Path) -> None:
-    """Make sure that a tokenizer lies beside the weights.
-
-    Raises:
-        HFCheckpointError: naming the files that would make one.
-    """
-    if not any(all((directory / file).is_file() for file in files) for files in TOKENIZER_FILES):
-        wanted = ", or ".join(" with ".join(files) for files in TOKENIZER_FILES)
-        raise HFCheckpointError(
-            f"{directory} has no tokenizer ({wanted}): copy its files there, or pass --allow-missing-tokenizer"
-        )
-
-
-def copy_companions(source: Path, target: Path, keep: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Copy config, generation config, tokenizer, chat templates and the like: every plain file that holds no weights.
-
-    Returns:
-        The names that were copied.
-    """
-    copied = []
-    for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name.startswith(".") or path.name.endswith(WEIGHT_SUFFIXES):
-            continue
-        if path.name == COMPLETE_NAME:
-            continue  # of the directory that it lies in, and of no other
-        if keep(path.name):
-            shutil.copyfile(path, target / path.name)
-            copied.append(path.name)
-    for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
-        (target / CHAT_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(path, target / CHAT_TEMPLATES / path.name)
-        copied.append(f"{CHAT_TEMPLATES}/{path.name}")
-    return copied
 
 
 def _count(shape: Sequence[int]) -> int:

@@ -33,7 +33,6 @@ class WeightMapError(InputError):
 PART = ".part:"
 """Between the name of a tensor and which part of it is meant."""
 
-
 FULL_PRECISION_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -16,17 +16,12 @@ from collections.abc import Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from conversion.model.architecture import Architecture
 from conversion.model.attention_config import DeltaNetSizes, IndexerSizes
 from conversion.model.mapping import Mapping, WeightMapError
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import stacked_shapes, tensor_of
-
-if TYPE_CHECKING:  # what checks a model's directory imports this module, and torch takes seconds
-    pass
-
 
 IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and that are a function of the config."""

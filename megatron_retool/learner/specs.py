@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -46,10 +46,6 @@ from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.positions import place_positions
 from megatron_retool.learner.precision import Acceleration, transformer_options
-
-if TYPE_CHECKING:
-    pass
-
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,

@@ -17,8 +17,6 @@ from megatron_retool.planning.workload import Workload
 SLEEPING_ENGINE_BYTES = 3 * GIB
 """What a colocated engine that has released weights and cache still holds on each GPU beside its CUDA graphs (CUDA
 context, NCCL, workspaces)."""
-
-
 SLEEPING_LEARNER_BYTES = 3 * GIB
 """What a learner rank whose states lie in host memory still holds (CUDA context, NCCL)."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.cluster import engine_group, learner_group
+from megatron_retool.cluster import engine_group, learner_worker
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import Config, ConfigError, load_config
@@ -115,10 +115,10 @@ def test_an_engine_of_another_kind_says_whether_it_can_be_on_two_nodes() -> None
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(learner_group, "redirect_output", lambda path: None)
+    monkeypatch.setattr(learner_worker, "redirect_output", lambda path: None)
     monkeypatch.setattr(engine_group, "redirect_output", lambda path: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    for name in learner_group.GPU_ENVIRONMENT | learner_group.BROADCAST_ENVIRONMENT:
+    for name in learner_worker.GPU_ENVIRONMENT | learner_worker.BROADCAST_ENVIRONMENT:
         # Set and removed again, so that the test's end removes what the worker sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -127,7 +127,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_a_rank_sees_its_gpu_and_speaks_nccl_as_engines_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own setting
-    learner_group.LearnerWorker(config, "learner", 2, (2,))
+    learner_worker.LearnerWorker(config, "learner", 2, (2,))
     expected = {"CUDA_VISIBLE_DEVICES": "6", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
     assert {name: os.environ[name] for name in expected} == expected
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -135,19 +135,19 @@ def test_a_rank_sees_its_gpu_and_speaks_nccl_as_engines_do(config: Config, monke
 
 def test_a_rank_that_shares_no_group_with_engines_keeps_nvlink_sharp(tmp_path: Path, config: Config) -> None:
     tensor = load_config(None, [f"trainer.runs_dir={tmp_path}", "weight_sync.method=tensor"])
-    learner_group.LearnerWorker(tensor, "learner", 2, (2,))
+    learner_worker.LearnerWorker(tensor, "learner", 2, (2,))
     assert "NCCL_NVLS_ENABLE" not in os.environ and "NCCL_CUMEM_ENABLE" not in os.environ
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_a_rank_whose_gpu_is_not_there_does_not_turn_to_the_cpu(config: Config) -> None:
-    worker = learner_group.LearnerWorker(config, "learner", 2, (2,))
+    worker = learner_worker.LearnerWorker(config, "learner", 2, (2,))
     with pytest.raises(ConfigError, match="rank 2 is planned on GPU 2.*CUDA_VISIBLE_DEVICES=6"):
         worker.setup(("127.0.0.1", 1), 1)
 
 
 def test_a_rank_without_gpus_leaves_the_environment_alone(config: Config) -> None:
-    learner_group.LearnerWorker(config, "learner", 0)
+    learner_worker.LearnerWorker(config, "learner", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and "NCCL_CUMEM_ENABLE" not in os.environ
 
 

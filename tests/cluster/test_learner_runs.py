@@ -13,7 +13,8 @@ import pytest
 
 from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.cluster.learner_failures import LearnerDied
-from megatron_retool.cluster.learner_group import LearnerGroup, LearnerWorker
+from megatron_retool.cluster.learner_group import LearnerGroup
+from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.cluster.runtime import ray_runtime
 from megatron_retool.config import Config, ConfigError, load_config

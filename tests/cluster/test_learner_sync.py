@@ -12,7 +12,7 @@ import torch.distributed as distributed
 
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.cluster.learner_failures import OutOfStep
-from megatron_retool.cluster.learner_group import LearnerWorker
+from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.config import load_config
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.weight_sync.errors import WeightSyncError

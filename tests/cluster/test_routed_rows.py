@@ -18,7 +18,8 @@ from ray.exceptions import ObjectLostError
 
 from megatron_retool.cluster import learner_group, routed_rows
 from megatron_retool.cluster.learner_failures import OutOfStep
-from megatron_retool.cluster.learner_group import LearnerGroup, LearnerWorker
+from megatron_retool.cluster.learner_group import LearnerGroup
+from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.cluster.routed_rows import RowStore
 from megatron_retool.cluster.runtime import ray_runtime
 from megatron_retool.config import Config, SamplingConfig, load_config

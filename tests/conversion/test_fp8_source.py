@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conversion import verify
-from conversion.files.hf_checkpoint import HFCheckpointError, copy_companions
+from conversion.files.companions import copy_companions
+from conversion.files.hf_checkpoint import HFCheckpointError
 from conversion.files.quantized_checkpoint import open_source
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export

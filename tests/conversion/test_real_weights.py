@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from conversion.files.hf_checkpoint import copy_companions
+from conversion.files.companions import copy_companions
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture

@@ -42,8 +42,8 @@ from torch.futures import Future as TorchFuture
 
 from conversion.files.adapter_checkpoint import AdapterRecord
 from conversion.files.checksums import FileRecord, record_files, write_marker
+from conversion.files.companions import copy_companions
 from conversion.files.directory import COMPANIONS, check_free_space, publish
-from conversion.files.hf_checkpoint import copy_companions
 from conversion.files.weights_alone import WEIGHTS_PART
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (

@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conversion.files.companions import check_tokenizer, copy_companions
 from conversion.files.hf_checkpoint import (
     FileWriter,
     HFCheckpoint,
     HFCheckpointError,
     TensorSpec,
-    check_tokenizer,
-    copy_companions,
     plan_files,
     write_index,
 )
