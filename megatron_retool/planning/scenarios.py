@@ -10,14 +10,9 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
+from megatron_retool.planning.learner_time import Assumptions, learner_time
 from megatron_retool.planning.strategies import Scenario, Strategy, StrategyOutcome, run_strategy, standard_strategies
-from megatron_retool.planning.timing import (
-    Assumptions,
-    learner_time,
-    phase_switch_seconds,
-    share_of_log_probs,
-    weight_sync_seconds,
-)
+from megatron_retool.planning.timing import phase_switch_seconds, share_of_log_probs, weight_sync_seconds
 from megatron_retool.planning.workload import Workload
 
 SIZES = (8, 64, 512, 4096)

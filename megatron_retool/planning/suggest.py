@@ -13,16 +13,11 @@ from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import Config, ConfigError, validate
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
+from megatron_retool.planning.learner_time import Assumptions
 from megatron_retool.planning.memory import frozen_architectures
 from megatron_retool.planning.memory_plan import MemoryPlan, plan_memory
 from megatron_retool.planning.simulate import StepResult
-from megatron_retool.planning.timing import (
-    Assumptions,
-    StepTime,
-    age_bound,
-    predict_generation,
-    predict_step,
-)
+from megatron_retool.planning.timing import StepTime, age_bound, predict_generation, predict_step
 from megatron_retool.planning.workload import Workload
 
 ENGINE_SHARE = 0.85

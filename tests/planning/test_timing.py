@@ -28,9 +28,10 @@ from megatron_retool.config import (
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.engine_model import GPU_PROFILE, EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, parse_machines
+from megatron_retool.planning.learner_time import Assumptions, learner_time
 from megatron_retool.planning.models import demo_architecture, preset, resolve_architecture
 from megatron_retool.planning.simulate import RolloutSimulation, mean_result
-from megatron_retool.planning.timing import Assumptions, StepTime, learner_time, predict_run, predict_step
+from megatron_retool.planning.timing import StepTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
 from tests.planning import published_run as published
 
