@@ -164,41 +164,27 @@ def convert(
         layout = layout or TargetLayout()
         layout.check(architecture)
         checkpoint = open_source(hf_dir)
-        mxfp4 = any(isinstance(stored, Mxfp4Stack) for stored in checkpoint.tensors.values())
-        dequantized_to = FULL_PRECISION if mxfp4 else None
-        if isinstance(checkpoint, QuantizedCheckpoint):
-            dequantized_to = checkpoint.full_precision
+        dequantized_to = _dequantized_to(checkpoint, verify)
         dequantized = dequantized_to is not None
-        if verify and mxfp4:
-            raise HFCheckpointError(
-                f"{hf_dir} holds MXFP4, which --verify does not compare: verify what mcore_to_hf.py makes of the "
-                "checkpoint, with its --verify"
-            )
         counted_by = None if predictors else checkpoint.predictors_key
         weight_map = WeightMap(architecture)
         checkpoint.check(weight_map)
         carried = of_model(checkpoint, architecture).mappings if predictors else ()
         mappings = (*weight_map.exported(), *carried)
-        for mapping in weight_map:
-            list(
-                _parts(mapping, layout.parts_of(mapping, architecture))
-            )  # a size that the layout does not divide is found before anything is written
+        for mapping in weight_map:  # a size that the layout does not divide is found before anything is written
+            list(_parts(mapping, layout.parts_of(mapping, architecture)))
         if dtype is None:
             _check_stacks(checkpoint, weight_map)
         if require_tokenizer:
             check_tokenizer(hf_dir)
 
+        source_bytes = sum(_bytes_of(checkpoint, mapping) for mapping in mappings)
         needed, records = _output_bytes(checkpoint, mappings, dtype), dict[str, FileRecord]()
         with new_directory(
             mcore_dir, sources=[hf_dir], overwrite=overwrite, needed_bytes=needed, records=records
         ) as temporary:
             chunks, broken = [], set[str]()
-            count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in mappings))
-
-            def report_bytes(part: int) -> None:
-                check_source(False)
-                count(part)
-
+            report_bytes = counted(on_progress, source_bytes, lambda: check_source(False))
             for written, files, names in _write(
                 checkpoint, architecture, mappings, layout, dtype, temporary, workers, report_bytes
             ):
@@ -218,7 +204,7 @@ def convert(
                 "dequantized": dequantized,
                 "tensors": len(weight_map.hf_names),
                 "predictors": len(carried),
-                "bytes": sum(_bytes_of(checkpoint, mapping) for mapping in mappings),
+                "bytes": source_bytes,
             }
             write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
             if verify:
@@ -229,6 +215,23 @@ def convert(
                     architecture, hf_dir, temporary, dtype, tolerance, dequantized=dequantized
                 )
     return {**report, "seconds": time.monotonic() - began}
+
+
+def _dequantized_to(checkpoint: HFCheckpoint, verify: bool) -> torch.dtype | None:
+    """What weights are that a checkpoint holds in fewer bits; None: it holds none.
+
+    Raises:
+        HFCheckpointError: they cannot be verified.
+    """
+    mxfp4 = any(isinstance(stored, Mxfp4Stack) for stored in checkpoint.tensors.values())
+    if verify and mxfp4:
+        raise HFCheckpointError(
+            f"{checkpoint.directory} holds MXFP4, which --verify does not compare: verify what mcore_to_hf.py makes of "
+            "the checkpoint, with its --verify"
+        )
+    if isinstance(checkpoint, QuantizedCheckpoint):
+        return checkpoint.full_precision
+    return FULL_PRECISION if mxfp4 else None
 
 
 def _write_config(

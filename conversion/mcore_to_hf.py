@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,69 +134,29 @@ def export(
         checkpoint = _opened(mcore_dir, WeightMap(architecture), base_dir, verify=checksums)
         if verify and isinstance(checkpoint, MergedCheckpoint):
             raise InputError(f"--verify does not know adapters, which {mcore_dir} holds: leave it out")
-        trained = predictors and not fp8 and any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors)
+        predictors = predictors and not fp8
+        trained = predictors and any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors)
         weight_map = WeightMap(architecture.with_predictors() if trained else architecture)
-        form = None
-        power_of_two = False
-        if fp8:
-            quantized_names(weight_map)  # raises where there is nothing to quantise
-            power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            form = form_of(weight_map)
-        carried = of_checkpoint(checkpoint)
-        if predictors_from is not None:
-            carried = of_directory(predictors_from, architecture)
-            if not carried.mappings:
-                raise InputError(
-                    f"--predictors-from {predictors_from} has no layers for multi-token prediction: leave it out"
-                )
-        if fp8 or not predictors:
-            carried = Predictors(checkpoint, ())
-        copies = tuple(weight_map.predictor_copies())
-        carried = carried.without(weight_map.hf_names | {name for copy in copies for name in copy.hf_names})
-        mappings = [group for _, group in weight_map.exported_groups()]
-        mappings += [(mapping,) for mapping in copies]
-        groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
-        mappings += [(mapping,) for mapping in carried.mappings]
-        groups += [_carried_specs(carried, mapping, dtype) for mapping in carried.mappings]
-        files = plan_files(groups, max_file_bytes)
-        sizes = [sum(spec.nbytes for spec in specs) for specs in groups]
-        count = counted(on_progress, sum(sizes))
-
-        def report_bytes(part: int) -> None:
-            check_source(False)
-            count(part)
-
+        form, power_of_two = _quantized_form(weight_map, fp8_scales) if fp8 else (None, False)
+        carried = _carried(checkpoint, weight_map, architecture, predictors_from)
+        carried = carried if predictors else Predictors(checkpoint, ())
+        parameters, files, sizes = _planned(checkpoint, carried, weight_map, dtype, form, max_file_bytes)
+        report_bytes = counted(on_progress, sum(sizes), lambda: check_source(False))
         records: dict[str, FileRecord] = {}
         with new_directory(
             hf_dir, sources=sources, overwrite=overwrite, needed_bytes=sum(sizes), records=records
         ) as temporary:
-            parameters = _placed(mappings, groups, files)
+            work = _Job(checkpoint, carried, weight_map.architecture, (), files, dtype, form, power_of_two, temporary)
             ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
-            jobs = [
-                _Job(
-                    checkpoint,
-                    carried,
-                    weight_map.architecture,
-                    parameters[start:stop],
-                    files,
-                    dtype,
-                    form,
-                    power_of_two,
-                    temporary,
-                )
-                for start, stop in ranges
-            ]
+            jobs = [replace(work, parameters=parameters[start:stop]) for start, stop in ranges]
             written = run_jobs(_run_job, jobs, report_bytes)
             records |= _joined([parts for parts, _ in written])
             check_source(True)
             check_finite(set().union(*(broken for _, broken in written)), mcore_dir, dtype)
             write_index(temporary, files)
-            copy_companions(companions, temporary, keep=lambda name: name != RECORD_NAME)
             if isinstance(checkpoint, MergedCheckpoint):
                 checkpoint.write_peft(temporary / PEFT_DIRECTORY)
-            _write_config(companions, temporary, weight_map, dtype, fp8)
-            if fp8 or not predictors:
-                _announce_no_predictors(temporary)
+            _write_companions(companions, temporary, weight_map, dtype, fp8=fp8, predictors=predictors)
             report: dict[str, Any] = {
                 "family": architecture.family,
                 "tensors": sum(len(specs) for _, specs in files) - len(carried.mappings),
@@ -206,8 +166,9 @@ def export(
             if verify:
                 from conversion.verify import verify_logits
 
-                difference = verify_logits(architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8)
-                report["largest_logit_difference"] = difference
+                report["largest_logit_difference"] = verify_logits(
+                    architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8
+                )
     return {**report, "seconds": time.monotonic() - began}
 
 
@@ -255,6 +216,44 @@ def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None
             f"{directory} has no config.json: pass --hf-config-dir with the model directory that training started from"
         )
     return directory
+
+
+def _quantized_form(weight_map: WeightMap, scales: str) -> tuple[Form, bool]:
+    """How blocks are written, and whether their scales are powers of two. Raises ValueError where there are none."""
+    quantized_names(weight_map)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return form_of(weight_map), takes_power_of_two(scales, device)
+
+
+def _carried(
+    checkpoint: DistCheckpoint, weight_map: WeightMap, architecture: Architecture, source: str | Path | None
+) -> Predictors:
+    """Layers for multi-token prediction that ``weight_map`` leaves out: the checkpoint's, or those of ``source``."""
+    carried = of_checkpoint(checkpoint)
+    if source is not None:
+        carried = of_directory(source, architecture)
+        if not carried.mappings:
+            raise InputError(f"--predictors-from {source} has no layers for multi-token prediction: leave it out")
+    copied = {name for copy in weight_map.predictor_copies() for name in copy.hf_names}
+    return carried.without(weight_map.hf_names | copied)
+
+
+def _planned(
+    checkpoint: DistCheckpoint,
+    carried: Predictors,
+    weight_map: WeightMap,
+    dtype: torch.dtype | None,
+    form: Form | None,
+    max_file_bytes: int,
+) -> tuple[list[_Placed], _Files, list[int]]:
+    """Parameters in the order in which they are written, the files, and how many bytes each parameter becomes."""
+    mappings = [group for _, group in weight_map.exported_groups()]
+    mappings += [(mapping,) for mapping in weight_map.predictor_copies()]
+    groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
+    mappings += [(mapping,) for mapping in carried.mappings]
+    groups += [_carried_specs(carried, mapping, dtype) for mapping in carried.mappings]
+    files = plan_files(groups, max_file_bytes)
+    return _placed(mappings, groups, files), files, [sum(spec.nbytes for spec in specs) for specs in groups]
 
 
 def _specs(
@@ -421,6 +420,22 @@ def _blocks(mapping: Mapping, source: int, job: _Job) -> Iterator[Tensor]:
     for _, start, rows in mapping.hf_runs(source):
         for block in job.checkpoint.row_blocks(place, mapping.mcore_shape, start, start + rows):
             yield block if dtype is None else block.to(dtype)
+
+
+def _write_companions(
+    companions: Path,
+    directory: Path,
+    weight_map: WeightMap,
+    dtype: torch.dtype | None,
+    *,
+    fp8: bool,
+    predictors: bool,
+) -> None:
+    """config.json of what was written, and the tokenizer's files as they are."""
+    copy_companions(companions, directory, keep=lambda name: name != RECORD_NAME)
+    _write_config(companions, directory, weight_map, dtype, fp8)
+    if not predictors:
+        _announce_no_predictors(directory)
 
 
 def _write_config(

@@ -113,12 +113,15 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def counted(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    """A function that counts parts as they are done, and gives ``on_progress`` their sum."""
+def counted(
+    on_progress: Callable[[int, int], None] | None, total: int, check: Callable[[], object]
+) -> Callable[[int], None]:
+    """A function that counts parts as they are done, and gives ``on_progress`` their sum; it calls ``check`` first."""
     done = 0
 
     def report(part: int) -> None:
         nonlocal done
+        check()
         done += part
         if on_progress is not None:
             on_progress(done, total)

@@ -29,7 +29,7 @@ from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.algorithms.token_losses import bind_token_loss
 from megatron_retool.algorithms.top_tokens import TopTokens
-from megatron_retool.config import Config, ConfigError, OptimizerConfig
+from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.config.accumulation import check_accumulation
 from megatron_retool.learner import adapters, cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import check_attention, make_deterministic
@@ -196,20 +196,23 @@ class Learner:
         self.has_gradients = False
         cpu.fix_torch_adam()
         self.reset_optimizer(optimizer, total_optimizer_steps)
-        packer = SharedPrefixPacker if config.learner.share_prefixes else Packer
-        self.packer = packer(
+        self.packer = self._make_packer(config.learner)
+
+    def _make_packer(self, learner: LearnerConfig) -> Packer:
+        packer = SharedPrefixPacker if learner.share_prefixes else Packer
+        return packer(
             self.layout,
-            config.learner.max_tokens_per_micro_batch,
+            learner.max_tokens_per_micro_batch,
             parallel.data_parallel_rank(),
             parallel_state.get_context_parallel_rank(),
             self.device,
-            quadratic_cost=flops.quadratic_cost(architecture),
-            token_multiple=token_multiple(config.learner),
+            quadratic_cost=flops.quadratic_cost(self.architecture),
+            token_multiple=token_multiple(learner),
             attention_buckets=self.acceleration.transformer_engine is None,
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
-            pairs_per_call=2e6 / (architecture.query_size / self.layout.tensor),
-            predictors=architecture.predictors,
-            dynamic_context=config.learner.dynamic_context_parallel,
+            pairs_per_call=2e6 / (self.architecture.query_size / self.layout.tensor),
+            predictors=self.architecture.predictors,
+            dynamic_context=learner.dynamic_context_parallel,
         )
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:

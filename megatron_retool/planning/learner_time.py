@@ -183,22 +183,11 @@ def learner_time(
 
     gradient_exchange = optimizer = 0.0
     if training:
-        ranks = layout.data * layout.context
         held = max(trained_parameters(a, layout, stage, adapters_of(learner)) for stage in range(layout.pipeline))
-        group = ranks * tp
-        if ranks > 1:
-            bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency
-            per_byte = mini_batches * held * (ranks - 1) / ranks / bandwidth
-            # Of each mini-batch one micro-batch's backward pass can hide the sum, one's forward pass the gather.
-            one_pass = base / (3 * micro_batches)
-            hidden_sum = 2 * one_pass if learner.overlap_grad_reduce else 0.0
-            hidden_gather = one_pass if learner.overlap_param_gather else 0.0
-            gradient_exchange = max(0.0, 4 * per_byte - hidden_sum) + max(0.0, width * per_byte - hidden_gather)
-        shard = held / ranks if learner.use_distributed_optimizer else held
-        if learner.optimizer.cpu_offload:
-            optimizer = mini_batches * shard * (4 + width) / accelerator.host_bandwidth
-        else:
-            optimizer = mini_batches * shard * assumptions.optimizer_bytes / accelerator.bandwidth
+        one_pass = base / (3 * micro_batches * mini_batches)
+        gradient_exchange, optimizer = (
+            mini_batches * each for each in _step_seconds(learner, layout, machines, assumptions, held, one_pass)
+        )
     return LearnerTime(
         compute=work * computed,
         recompute=work * again,
@@ -210,6 +199,35 @@ def learner_time(
         gradient_exchange=gradient_exchange,
         optimizer=optimizer,
     )
+
+
+def _step_seconds(
+    learner: LearnerConfig,
+    layout: ParallelLayout,
+    machines: Machines,
+    assumptions: Assumptions,
+    held: float,
+    one_pass: float,
+) -> tuple[float, float]:
+    """Exchange of gradients and parameters, and the optimizer, at the end of one mini-batch.
+
+    Args:
+        held: trained parameters of a rank.
+        one_pass: seconds of the mini-batch's forward pass over one micro-batch.
+    """
+    ranks, width = layout.data * layout.context, PARAMETER_BYTES[learner.dtype]
+    exchange = 0.0
+    if ranks > 1:
+        bandwidth = machines.bandwidth_between(ranks * layout.tensor) * assumptions.link_efficiency
+        per_byte = held * (ranks - 1) / ranks / bandwidth
+        # One micro-batch's backward pass can hide the sum, one's forward pass the gather.
+        hidden_sum = 2 * one_pass if learner.overlap_grad_reduce else 0.0
+        hidden_gather = one_pass if learner.overlap_param_gather else 0.0
+        exchange = max(0.0, 4 * per_byte - hidden_sum) + max(0.0, width * per_byte - hidden_gather)
+    shard = held / ranks if learner.use_distributed_optimizer else held
+    if learner.optimizer.cpu_offload:
+        return exchange, shard * (4 + width) / machines.accelerator.host_bandwidth
+    return exchange, shard * assumptions.optimizer_bytes / machines.accelerator.bandwidth
 
 
 def _passes_with_adapters(

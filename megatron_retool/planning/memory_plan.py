@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
-from megatron_retool.config import ClusterConfig, Config, LearnerConfig, RolloutConfig
+from megatron_retool.config import ClusterConfig, Config, EngineConfig, LearnerConfig, RolloutConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
-from megatron_retool.planning.hardware import GIB, Machines
+from megatron_retool.planning.hardware import GIB, Accelerator, Machines
 from megatron_retool.planning.memory import LearnerMemory, learner_memory, weight_sync_bytes
 from megatron_retool.planning.workload import Workload
 
@@ -74,74 +74,56 @@ def plan_memory(
 ) -> MemoryPlan:
     """Memory of learner and engines, and everything about it that will not run."""
     accelerator = machines.accelerator
-    capacity = accelerator.memory_bytes
     colocated = config.cluster.placement == "colocated"
     learner = learner_memory(config.learner, config.algorithm, config.model, architecture, layout, accelerator.is_cpu)
     engine = EngineModel.from_config(
         config.rollout.engine, architecture, machines, config.rollout.max_concurrent_trajectories
     )
-    weights = engine.weight_bytes / engine.tensor_parallel
-    cache = max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel
-    problems: list[LayoutProblem] = []
-
     beside = SLEEPING_ENGINE_BYTES + engine.graph_bytes if colocated and not accelerator.is_cpu else 0.0
-    needed = learner.total + beside
-    if needed > capacity:
-        largest = max(learner.components().items(), key=lambda item: item[1])
-        problems.append(
-            LayoutProblem(
-                f"the learner does not fit (pipeline stage {learner.stage}; its largest part is {largest[0]})",
-                needed,
-                capacity,
-            )
-        )
-    static = config.rollout.engine.mem_fraction_static * capacity
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if not accelerator.is_cpu:
-        if weights >= static:
-            problems.append(LayoutProblem("the engine's weights do not fit into mem_fraction_static", weights, static))
-        elif engine.cache_tokens < longest:
-            problems.append(
-                LayoutProblem(
-                    f"the engine's cache holds {engine.cache_tokens:,.0f} tokens, less than one longest trajectory of "
-                    f"{longest:,} tokens",
-                    longest * engine.kv_bytes_per_token / engine.tensor_parallel,
-                    static - weights,
-                )
-            )
-        if colocated:
-            # Optimizer, gradients and the engine's cache are away; a bucket holds a whole tensor at least.
-            largest_tensor = architecture.vocab_size * architecture.hidden_size * PARAMETER_BYTES[config.learner.dtype]
-            buckets = 2.0 * max(config.weight_sync.bucket_bytes, largest_tensor)
-            if config.learner.lora.sends_adapter:
-                buckets = float(weight_sync_bytes(architecture, config.learner))
-            sending = learner.parameters + learner.reference + weights + beside + SLEEPING_LEARNER_BYTES + buckets
-            if sending > capacity:
-                problems.append(
-                    LayoutProblem(
-                        "the learner's weights and two buckets of weight_sync.bucket_bytes do not fit beside the "
-                        "engine's weights",
-                        sending,
-                        capacity,
-                    )
-                )
-        awake = static + engine.graph_bytes + SLEEPING_LEARNER_BYTES
-        if colocated and awake > capacity:
-            problems.append(
-                LayoutProblem(
-                    "rollout.engine.mem_fraction_static leaves no room for the sleeping learner on the same GPUs",
-                    awake,
-                    capacity,
-                )
-            )
-    elif engine.cache_tokens < longest:
-        problems.append(
-            LayoutProblem(
-                f"rollout.engine.max_total_tokens={config.rollout.engine.max_total_tokens} is less than one longest "
-                f"trajectory of {longest:,} tokens"
-            )
-        )
-    budget = config.learner.max_tokens_per_micro_batch
+    problems = _learner_problems(config.learner, architecture, layout, learner, beside, accelerator, longest)
+    problems += _cache_problems(config.rollout.engine, engine, accelerator, longest)
+    if colocated and not accelerator.is_cpu:
+        largest_tensor = architecture.vocab_size * architecture.hidden_size * PARAMETER_BYTES[config.learner.dtype]
+        buckets = 2.0 * max(config.weight_sync.bucket_bytes, largest_tensor)  # each holds a whole tensor at least
+        if config.learner.lora.sends_adapter:
+            buckets = float(weight_sync_bytes(architecture, config.learner))
+        problems += _colocation_problems(config.rollout.engine, learner, engine, beside, buckets, accelerator)
+    problems += _placement_problems(config.rollout, config.learner, config.cluster, machines)
+    ranks_per_node = min(machines.per_node, config.learner.world_size)
+    engine_ranks_per_node = min(machines.per_node, config.rollout.engine.count * engine.tensor_parallel)
+    replayed = config.learner.routing_replay == "rollout" and not accelerator.is_cpu
+    return MemoryPlan(
+        learner=learner,
+        engine_weights=engine.weight_bytes / engine.tensor_parallel,
+        engine_cache=max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel,
+        engine_graphs=engine.graph_bytes,
+        cache_tokens=max(0.0, engine.cache_tokens),
+        concurrent=engine.concurrency(workload.expected_context) if engine.cache_tokens > 0 else 0,
+        host_bytes_per_node=learner.pinned * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
+        experts_host_bytes_per_node=engine.routed_experts_host_bytes * engine_ranks_per_node if replayed else 0.0,
+        learner_needed=learner.total + beside,
+        capacity=accelerator.memory_bytes,
+        problems=tuple(problems),
+    )
+
+
+def _learner_problems(
+    config: LearnerConfig,
+    architecture: Architecture,
+    layout: ParallelLayout,
+    memory: LearnerMemory,
+    beside: float,
+    accelerator: Accelerator,
+    longest: int,
+) -> list[LayoutProblem]:
+    """``beside``: bytes that a sleeping engine holds on the same GPU. ``longest``: tokens of the longest sequence."""
+    problems, needed = [], memory.total + beside
+    if needed > accelerator.memory_bytes:
+        largest = max(memory.components().items(), key=lambda item: item[1])
+        what = f"the learner does not fit (pipeline stage {memory.stage}; its largest part is {largest[0]})"
+        problems.append(LayoutProblem(what, needed, accelerator.memory_bytes))
+    budget = config.max_tokens_per_micro_batch
     if budget < longest:
         problems.append(
             LayoutProblem(
@@ -149,30 +131,65 @@ def plan_memory(
                 f"{longest:,} tokens (data.max_prompt_length + data.max_response_length)"
             )
         )
-    stage_layers, again = architecture.num_layers // layout.pipeline, config.learner.recompute.num_layers
+    stage_layers, again = architecture.num_layers // layout.pipeline, config.recompute.num_layers
     if again is not None and again > stage_layers:
         problems.append(
             LayoutProblem(
                 f"learner.recompute.num_layers={again} is more than the {stage_layers} layers of a pipeline stage"
             )
         )
-    problems += _placement_problems(config.rollout, config.learner, config.cluster, machines)
-    ranks_per_node = min(machines.per_node, config.learner.world_size)
-    engine_ranks_per_node = min(machines.per_node, config.rollout.engine.count * engine.tensor_parallel)
-    replayed = config.learner.routing_replay == "rollout" and not accelerator.is_cpu
-    return MemoryPlan(
-        learner=learner,
-        engine_weights=weights,
-        engine_cache=cache,
-        engine_graphs=engine.graph_bytes,
-        cache_tokens=max(0.0, engine.cache_tokens),
-        concurrent=engine.concurrency(workload.expected_context) if engine.cache_tokens > 0 else 0,
-        host_bytes_per_node=learner.pinned * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
-        experts_host_bytes_per_node=engine.routed_experts_host_bytes * engine_ranks_per_node if replayed else 0.0,
-        learner_needed=needed,
-        capacity=capacity,
-        problems=tuple(problems),
+    return problems
+
+
+def _cache_problems(
+    config: EngineConfig, engine: EngineModel, accelerator: Accelerator, longest: int
+) -> list[LayoutProblem]:
+    """``longest``: tokens of the longest trajectory."""
+    weights, static = (
+        engine.weight_bytes / engine.tensor_parallel,
+        config.mem_fraction_static * accelerator.memory_bytes,
     )
+    if not accelerator.is_cpu and weights >= static:
+        return [LayoutProblem("the engine's weights do not fit into mem_fraction_static", weights, static)]
+    if engine.cache_tokens >= longest:
+        return []
+    if accelerator.is_cpu:
+        return [
+            LayoutProblem(
+                f"rollout.engine.max_total_tokens={config.max_total_tokens} is less than one longest trajectory of "
+                f"{longest:,} tokens"
+            )
+        ]
+    what = (
+        f"the engine's cache holds {engine.cache_tokens:,.0f} tokens, less than one longest trajectory of "
+        f"{longest:,} tokens"
+    )
+    return [LayoutProblem(what, longest * engine.kv_bytes_per_token / engine.tensor_parallel, static - weights)]
+
+
+def _colocation_problems(
+    config: EngineConfig,
+    learner: LearnerMemory,
+    engine: EngineModel,
+    beside: float,
+    buckets: float,
+    accelerator: Accelerator,
+) -> list[LayoutProblem]:
+    """``beside``: bytes that a sleeping engine holds. ``buckets``: bytes that a weight sync holds."""
+    problems, capacity = [], accelerator.memory_bytes
+    # Optimizer, gradients and the engine's cache are away while weights are sent.
+    weights = learner.parameters + learner.reference + engine.weight_bytes / engine.tensor_parallel
+    sending = weights + beside + SLEEPING_LEARNER_BYTES + buckets
+    if sending > capacity:
+        what = (
+            "the learner's weights and two buckets of weight_sync.bucket_bytes do not fit beside the engine's weights"
+        )
+        problems.append(LayoutProblem(what, sending, capacity))
+    awake = config.mem_fraction_static * capacity + engine.graph_bytes + SLEEPING_LEARNER_BYTES
+    if awake > capacity:
+        what = "rollout.engine.mem_fraction_static leaves no room for the sleeping learner on the same GPUs"
+        problems.append(LayoutProblem(what, awake, capacity))
+    return problems
 
 
 def _placement_problems(
