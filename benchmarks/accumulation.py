@@ -95,7 +95,7 @@ def main() -> None:
         "accumulate and apply of two runs in turns": of_two_runs,
     }
     times = in_turns(sides, options.steps, 2, device)
-    seconds = {name: [each.of(device) for each in found] for name, found in times.items()}
+    seconds = {name: [each.of(device) for each in result] for name, result in times.items()}
     ratios = print_ratios(seconds)
     updating.close()
     if options.bar is not None and ratios["accumulate and apply"] > options.bar:

@@ -76,8 +76,8 @@ def main() -> None:
     for name, work in works.items():
         sides = {side: (lambda work=work, learner=learner: work(learner)) for side, learner in learners.items()}
         times = in_turns(sides, options.steps, 2, device)
-        seconds = {side: [each.of(device) for each in found] for side, found in times.items()}
-        mine, theirs = (statistics.median(found) for found in seconds.values())
+        seconds = {side: [each.of(device) for each in result] for side, result in times.items()}
+        mine, theirs = (statistics.median(result) for result in seconds.values())
         ratio = median_ratio(seconds["adapters"], seconds["all weights"])
         print(f"{name}: adapters {mine:.4f} s, all weights {theirs:.4f} s, ratio {ratio:.2f}")
     kept = {side: state_bytes(learner) for side, learner in learners.items()}

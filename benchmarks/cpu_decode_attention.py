@@ -55,9 +55,9 @@ def main() -> None:
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
-    found = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
-    ratio = found["in place"] / found["copied"]
-    print(f"in place {found['in place']:.2f} ms, copied {found['copied']:.2f} ms: {ratio:.2f}")
+    result = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    ratio = result["in place"] / result["copied"]
+    print(f"in place {result['in place']:.2f} ms, copied {result['copied']:.2f} ms: {ratio:.2f}")
 
 
 if __name__ == "__main__":

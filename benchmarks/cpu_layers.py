@@ -77,11 +77,11 @@ def main() -> None:
     pairs["sampling"] = (lambda: layers.sample(probabilities), lambda: torch.multinomial(probabilities, 1))
     total = {"compiled": 0.0, "torch": 0.0}
     for name, (compiled, torchs) in pairs.items():
-        found = medians({"compiled": compiled, "torch": torchs})
-        for way, cost in found.items():
+        result = medians({"compiled": compiled, "torch": torchs})
+        for way, cost in result.items():
             # Three decoder layers: two norms each and the last one, the others once a layer, sampling once.
             total[way] += cost * {"norm of a sum": 7, "sampling": 1}.get(name, 3)
-        print(f"{name}: compiled {found['compiled']:.0f} us, torch {found['torch']:.0f} us")
+        print(f"{name}: compiled {result['compiled']:.0f} us, torch {result['torch']:.0f} us")
     ratio = total["compiled"] / total["torch"]
     print(f"a step of 3 decoder layers: {total['compiled']:.0f} us, {total['torch']:.0f} us: {ratio:.2f}")
 

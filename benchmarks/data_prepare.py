@@ -111,9 +111,9 @@ def measure(way: str, path: Path, directory: Path) -> None:
 
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak counts from here on
     imports, began, cpu = resident_mib("VmRSS"), time.perf_counter(), time.process_time()
-    found = WAYS[way](path, directory)
+    result = WAYS[way](path, directory)
     figures = {
-        "rows": found,
+        "rows": result,
         "peak_mib": resident_mib("VmHWM"),
         "above_imports_mib": resident_mib("VmHWM") - imports,
         "seconds": time.perf_counter() - began,

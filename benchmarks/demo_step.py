@@ -78,15 +78,15 @@ def main() -> None:
     ratios = []
     with tempfile.TemporaryDirectory() as name, checked_out(options.baseline, Path(name)) as earlier:
         for seed in options.seeds:
-            found = {}
+            result = {}
             for label, tree in ((options.baseline, earlier), ("now", ROOT)):
                 run_dir = Path(name) / f"{label}_{seed}"
                 run(tree, base, run_dir, seed, options.steps, options.test_freq)
                 seconds, accuracy = figures(run_dir)
-                found[label] = seconds
+                result[label] = seconds
                 curve = "  ".join(f"{step}: {value:.3f}" for step, value in accuracy.items())
                 print(f"seed {seed}, {label}: {seconds:.2f} s a step; mean@4 by step {curve}", flush=True)
-            ratios.append(found["now"] / found[options.baseline])
+            ratios.append(result["now"] / result[options.baseline])
             print(f"seed {seed}: {ratios[-1]:.3f} of the time per step", flush=True)
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"{statistics.fmean(ratios):.3f} of the time per step, {len(ratios)} seeds; {load}")

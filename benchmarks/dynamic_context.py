@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     (mine, norm), (other, other_norm) = (answers[side] for side in SIDES)
     return {
         "tokens": int(lengths.sum()),
-        "times": {side: found.tolist() for side, found in zip(SIDES, times, strict=True)},
+        "times": {side: result.tolist() for side, result in zip(SIDES, times, strict=True)},
         "log_probs": float(np.abs(mine - other).max()),
         "norm": norm / other_norm - 1,
     }
@@ -75,11 +75,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = run_ranks(measure, options.context, Path(directory), options, start_method="spawn")
-    print(f"{options.sequences} sequences, {found['tokens']} tokens, CP {options.context}")
-    print(f"log-probs differ by at most {found['log_probs']:.1e}, gradient norms by {found['norm']:.1e}")
+        result = run_ranks(measure, options.context, Path(directory), options, start_method="spawn")
+    print(f"{options.sequences} sequences, {result['tokens']} tokens, CP {options.context}")
+    print(f"log-probs differ by at most {result['log_probs']:.1e}, gradient norms by {result['norm']:.1e}")
     for kind, of in (("clock", 0), ("CPU time", 1)):
-        times = {side: [pair[of] for pair in pairs] for side, pairs in found["times"].items()}
+        times = {side: [pair[of] for pair in pairs] for side, pairs in result["times"].items()}
         medians = ", ".join(f"{side} {statistics.median(seconds):.2f} s" for side, seconds in times.items())
         print(f"{kind}: {medians}; ratio {median_ratio(times['dynamic'], times['static']):.2f}")
 

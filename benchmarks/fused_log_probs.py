@@ -72,9 +72,9 @@ def with_a_pass(learner: Learner, batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def fused(learner: Learner, batch: TrajectoryBatch) -> dict[str, float]:
-    found = learner.update_fused(with_weights(learner, batch, batch.loss_mask))
-    corrected(learner, batch, found["log_probs"])
-    return found["metrics"]
+    result = learner.update_fused(with_weights(learner, batch, batch.loss_mask))
+    corrected(learner, batch, result["log_probs"])
+    return result["metrics"]
 
 
 def main() -> None:
@@ -109,8 +109,8 @@ def main() -> None:
     steps = {name: functools.partial(step, learner, batch) for name, step in sides.items()}
     times = in_turns(steps, options.steps, 2, learner.device)
     for place, unit in enumerate(("s", "s of CPU")):
-        by_side = {name: [found[place] for found in taken] for name, taken in times.items()}
-        parts = ", ".join(f"{name} {statistics.median(found):.3f} {unit}" for name, found in by_side.items())
+        by_side = {name: [result[place] for result in taken] for name, taken in times.items()}
+        parts = ", ".join(f"{name} {statistics.median(result):.3f} {unit}" for name, result in by_side.items())
         print(f"{parts}; ratio {median_ratio(by_side['fused'], by_side['with a pass']):.3f}")
     learner.close()
 

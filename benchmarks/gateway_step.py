@@ -61,23 +61,23 @@ class AlternatingManager(RolloutManager):
 def pairs(run_dir: Path) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Metrics of (the agent's step, the built-in loop's after it), without the first pair."""
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 2}
-    found = [(rows[step], rows[step + 1]) for step in sorted(rows) if step % 2 and step + 1 in rows]
-    for agent, built_in in found:
+    result = [(rows[step], rows[step + 1]) for step in sorted(rows) if step % 2 and step + 1 in rows]
+    for agent, built_in in result:
         assert "agent/outcome/finished" in agent and "agent/outcome/finished" not in built_in
-    return found
+    return result
 
 
 def report(run_dir: Path) -> None:
-    found = pairs(run_dir)
+    result = pairs(run_dir)
     for name, metric in (("step", "timing_s/step"), ("generation", "timing_s/gen")):
-        agent, built_in = np.array([[each[metric] for each in pair] for pair in found]).T
-        tokens = np.array([[each["rollout/sampled_tokens"] for each in pair] for pair in found]).T
+        agent, built_in = np.array([[each[metric] for each in pair] for pair in result]).T
+        tokens = np.array([[each["rollout/sampled_tokens"] for each in pair] for pair in result]).T
         print(
             f"{name}: {np.median(agent):.2f} s through the gateway, {np.median(built_in):.2f} s built-in: "
             f"{np.median(agent / built_in):.3f} times, "
             f"{np.median(agent / tokens[0] / (built_in / tokens[1])):.3f} for each sampled token"
         )
-    print(f"{len(found)} pairs; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print(f"{len(result)} pairs; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
 def main() -> None:

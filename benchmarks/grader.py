@@ -21,12 +21,12 @@ Pair = tuple[str, str, bool]
 
 def labelled_pairs(table: Path) -> list[Pair]:
     """(prediction, truth, equal) of the table."""
-    found = []
+    result = []
     for line in table.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             truth, *predictions = line.split(" ;; ")
-            found += [(each[1:].strip(), truth.strip(), each[0] == "=") for each in predictions]
-    return found
+            result += [(each[1:].strip(), truth.strip(), each[0] == "=") for each in predictions]
+    return result
 
 
 def by_math_verify(prediction: str, truth: str) -> bool:

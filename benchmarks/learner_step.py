@@ -104,15 +104,15 @@ def main() -> None:
     equal = batch_of(np.full(options.sequences, int(lengths.mean())), architecture.vocab_size, seed=1)
 
     if options.log_probs is not None:
-        found = learner.log_probs(varied)["log_probs"]
+        result = learner.log_probs(varied)["log_probs"]
         if is_first and options.log_probs.exists():
-            difference = np.abs(found - np.load(options.log_probs))
+            difference = np.abs(result - np.load(options.log_probs))
             print(
                 f"log-probs differ from {options.log_probs} by {difference.mean():.2e}, at most {difference.max():.2e}"
             )
         elif is_first:
             with open(options.log_probs, "wb") as file:
-                np.save(file, found)
+                np.save(file, result)
 
     trainer = TransformersTrainer(SHAPES[options.shape]) if options.compare_hf else None
     for name, batch in (("long-tailed lengths", varied), ("equal lengths", equal)):

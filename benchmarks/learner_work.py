@@ -110,9 +110,9 @@ def random_lengths(count: int, mean: int, longest: int, seed: int) -> np.ndarray
 def print_ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     """Print each side's median, and return its ratio to the first side's."""
     first = next(iter(seconds.values()))
-    ratios = {name: median_ratio(found, first) for name, found in seconds.items()}
-    for name, found in seconds.items():
-        print(f"{name}: {statistics.median(found):.4f} s, ratio {ratios[name]:.2f}")
+    ratios = {name: median_ratio(result, first) for name, result in seconds.items()}
+    for name, result in seconds.items():
+        print(f"{name}: {statistics.median(result):.4f} s, ratio {ratios[name]:.2f}")
     return ratios
 
 
@@ -149,9 +149,9 @@ def in_turns(
     times: dict[str, list[Seconds]] = {name: [] for name in sides}
     for repetition in range(steps + warm_up):
         for name in list(sides)[:: 1 if repetition % 2 else -1]:
-            found = seconds_of(sides[name], device)
+            result = seconds_of(sides[name], device)
             if repetition >= warm_up:
-                times[name].append(found)
+                times[name].append(result)
     return times
 
 

@@ -79,8 +79,8 @@ def learner_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
         learners[form].update(batch.with_columns(old_log_probs=old, **columns))
 
     device = torch.device("cpu")
-    found = in_turns({form: lambda form=form: step(form) for form in FORMS}, options.steps, 2, device)
-    return {form: [each.of(device) for each in times] for form, times in found.items()}
+    result = in_turns({form: lambda form=form: step(form) for form in FORMS}, options.steps, 2, device)
+    return {form: [each.of(device) for each in times] for form, times in result.items()}
 
 
 def engine_seconds(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -142,7 +142,7 @@ def main() -> None:
     began = time.perf_counter()
     print(f"{options.family}, {options.shape}, {options.dtype}, CPU time of one thread")
     for name, measure in (("learner", learner_seconds), ("engine", engine_seconds)):
-        ratios = print_ratios({f"{name}, {form}": found for form, found in measure(options).items()})
+        ratios = print_ratios({f"{name}, {form}": result for form, result in measure(options).items()})
         print(f"{name}: {1 / ratios[f'{name}, exact']:.2f} of the speed without")
     print(f"{time.perf_counter() - began:.0f} s in all", file=sys.stderr)
 

@@ -74,12 +74,12 @@ def history(turns: int) -> list[Any]:
 async def milliseconds(call: Callable[[], Awaitable[Any]], repeats: int) -> float:
     """Median CPU time of a call."""
     await call()
-    found = []
+    result = []
     for _ in range(repeats):
         began = time.process_time()
         await call()
-        found.append(time.process_time() - began)
-    return 1e3 * float(np.median(found))
+        result.append(time.process_time() - began)
+    return 1e3 * float(np.median(result))
 
 
 async def measure(repeats: int) -> None:
@@ -108,11 +108,11 @@ async def measure(repeats: int) -> None:
             "httpx": lambda sent=body: http.post(f"{URL}/chat/completions", json=sent),
         }
         costs = {name: await milliseconds(call, repeats) for name, call in calls.items()}
-        found, ratio = (
+        result, ratio = (
             ", ".join(f"{name} {cost:.2f} ms" for name, cost in costs.items()),
             costs["create"] / costs["post"],
         )
-        print(f"a call with {len(messages)} messages: {found}; create {ratio:.2f} times post")
+        print(f"a call with {len(messages)} messages: {result}; create {ratio:.2f} times post")
 
 
 class ScriptedEngine:
@@ -143,13 +143,13 @@ class ScriptedEngine:
 
 
 def prompts(tokenizer: Any, groups: int) -> list[Prompt]:
-    found = []
+    result = []
     for group in range(groups):
         messages = [{"role": "user", "content": f"What is {group} * 7? Use Python, then write the number in a box."}]
         (text,) = render(tokenizer, [messages], [Counter.schema], add_generation_prompt=True)
-        found.append(Prompt(tokenizer.encode(text, add_special_tokens=False), group, {"uid": str(group)}))
-        found[-1].messages = messages
-    return found
+        result.append(Prompt(tokenizer.encode(text, add_special_tokens=False), group, {"uid": str(group)}))
+        result[-1].messages = messages
+    return result
 
 
 async def rollouts(tokenizer: Any, groups: int, *overrides: str) -> float:
@@ -172,12 +172,12 @@ async def measure_driver(repeats: int) -> None:
         "an agent with its own client": (OWN_CLIENT,),
         "the same by a socket": (OWN_CLIENT,),
     }
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    result: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats + 1):
         for way, overrides in ways.items():
             with mock.patch.object(shortcut, "leads_to", contextlib.nullcontext) if "socket" in way else NOTHING:
-                found[way].append(await rollouts(tokenizer, 16, *overrides))
-    costs = {name: np.array(each[1:]) for name, each in found.items()}
+                result[way].append(await rollouts(tokenizer, 16, *overrides))
+    costs = {name: np.array(each[1:]) for name, each in result.items()}
     built_in = costs["the built-in loop"]
     for name, cost in costs.items():
         print(

@@ -137,9 +137,9 @@ def shortest(work: Callable[[], Any], rounds: int = 5) -> tuple[Any, float]:
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        found = work()
+        result = work()
         times.append(time.perf_counter() - began)
-    return found, min(times)
+    return result, min(times)
 
 
 def compare_json(rows: ExpertArray) -> None:
@@ -159,8 +159,8 @@ def compare_json(rows: ExpertArray) -> None:
             data = base64.b64decode(orjson.loads(text)["routed_experts"])
             return np.frombuffer(data, dtype).reshape(rows.shape).astype(np.uint8, copy=False)
 
-        found, decoding = shortest(decode)
-        assert np.array_equal(found, rows)
+        result, decoding = shortest(decode)
+        assert np.array_equal(result, rows)
         print(f"  {name}: {len(text) / 1e6:.1f} MB, encoded in {encoding:.3f} s, decoded in {decoding:.3f} s")
 
 
@@ -185,8 +185,8 @@ def main() -> None:
         ray.get([rank.read.remote(with_own_rows(batch.select([0]))) for rank in ranks])  # they have started
         plain, plain_seconds, expected = run_step(batch, arguments.mini_batches, ranks, with_own_rows)
         store = RowStore()
-        ours, seconds, found = run_step(batch, arguments.mini_batches, ranks, store.without_rows)
-        assert found == expected
+        ours, seconds, result = run_step(batch, arguments.mini_batches, ranks, store.without_rows)
+        assert result == expected
         store.release()
     print(f"each batch with its rows: {plain / 1e9:.2f} GB put, {plain_seconds:.1f} s")
     print(f"rows once: {ours / 1e9:.2f} GB put, {seconds:.1f} s; {plain / ours:.2f} times less")

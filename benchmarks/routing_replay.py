@@ -58,11 +58,11 @@ def learner_of(options: argparse.Namespace) -> Learner:
 
 def step_of(learner: Learner, batch: TrajectoryBatch) -> None:
     """Old log-probs, then one update that starts from them."""
-    found = learner.log_probs(batch)
-    if "routed_experts" in found:
-        column = RoutedExperts.end_to_end(found["routed_experts"], batch.total_lengths)
+    result = learner.log_probs(batch)
+    if "routed_experts" in result:
+        column = RoutedExperts.end_to_end(result["routed_experts"], batch.total_lengths)
         batch = dataclasses.replace(batch, routed_experts=column)
-    learner.update(batch.with_columns(old_log_probs=found["log_probs"]))
+    learner.update(batch.with_columns(old_log_probs=result["log_probs"]))
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def main() -> None:
 
     sides = {"without": without, "replayed": with_rows, "recorded": recorded}
     taken = in_turns(sides, options.steps, 2, learner.device)
-    times = {name: [seconds.of(learner.device) for seconds in found] for name, found in taken.items()}
+    times = {name: [seconds.of(learner.device) for seconds in result] for name, result in taken.items()}
     tokens, kind = int(batch.total_lengths.sum()), kind_of_seconds(learner.device)
     print(f"{tokens} tokens, {options.layers} layers, {options.experts} experts, {kind} of old log-probs and an update")
     print(f"without replay: {1e3 * statistics.median(times['without']):.1f} ms")

@@ -69,8 +69,8 @@ def print_large_models_flops(case: str) -> None:
     large = qwen2(SHAPES["qwen2.5-7b"])
     batch = batch_of(case, TOKENS[case], 1, large.vocab_size)
     shares = {room: share_of_flops(large, batch, room) for room in (2 * ROOM, ROOM, ROOM // 2, ROOM // 4)}
-    found = ", ".join(f"{share:.2f} in micro-batches of {room:,} tokens" for room, share in shares.items())
-    print(f"FLOPs of a 7B model at {TOKENS[case]:,} tokens: {found}")
+    result = ", ".join(f"{share:.2f} in micro-batches of {room:,} tokens" for room, share in shares.items())
+    print(f"FLOPs of a 7B model at {TOKENS[case]:,} tokens: {result}")
 
 
 def main() -> None:
@@ -124,14 +124,14 @@ def main() -> None:
 
     sides = {"shared": lambda: step("shared", sharing), "plain": lambda: step("plain", plain)}
     taken = in_turns(sides, options.steps, 1, learner.device)
-    times = {name: [seconds.of(learner.device) for seconds in found] for name, found in taken.items()}
+    times = {name: [seconds.of(learner.device) for seconds in result] for name, result in taken.items()}
     difference = float(np.abs(answers["shared"][0] - answers["plain"][0]).max())
     norms = answers["shared"][1] / answers["plain"][1] - 1
     whole, computed = (sum(packer.plan(batch).num_tokens) for packer in (plain, sharing))
     print(f"{len(batch)} sequences, {whole} tokens, {computed} with sharing, in micro-batches of {room}")
     print(f"log-probs differ by at most {difference:.1e}, gradient norms by {norms:.1e}")
-    for name, found in times.items():
-        print(f"{name}: {statistics.median(found):.2f} s ({kind_of_seconds(learner.device)})")
+    for name, result in times.items():
+        print(f"{name}: {statistics.median(result):.2f} s ({kind_of_seconds(learner.device)})")
     of_flops = share_of_flops(learner.architecture, batch, room)
     print(f"ratio {median_ratio(times['shared'], times['plain']):.2f}; of FLOPs {of_flops:.2f}")
     print_large_models_flops(options.case)

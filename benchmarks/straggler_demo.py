@@ -79,7 +79,7 @@ def modes(over_sampling: float, max_age: int, refill: bool) -> dict[str, tuple[s
     partial = ("rollout.partial.enable=true", f"rollout.partial.max_age={max_age}")
     factor, off = "rollout.partial.over_sampling_factor", "rollout.staleness=1"
     more = f"{factor}={over_sampling}"
-    found = {
+    result = {
         "plain": (),
         "partial rollout": (*partial, f"{factor}=1"),
         "partial rollout, over-sampling": (*partial, more),
@@ -87,8 +87,8 @@ def modes(over_sampling: float, max_age: int, refill: bool) -> dict[str, tuple[s
         "partial rollout, over-sampling, 1 step off": (*partial, more, off),
     }
     if not refill:  # as many groups are started as are needed: there is none to pause
-        del found["partial rollout"]
-    return found
+        del result["partial rollout"]
+    return result
 
 
 def settings_of(options: argparse.Namespace, directory: Path, name: str, mode: Sequence[str]) -> list[str]:
@@ -163,14 +163,14 @@ def main() -> None:
     base = DemoBase(options.base.absolute())
     if base.missing is not None:
         sys.exit(f"--base {options.base}: {base.missing} does not exist; give a demo run whose fine-tuning is done")
-    found = {}
+    result = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, mode) in enumerate(modes(options.over_sampling, options.max_age, options.refill).items()):
             settings = settings_of(options, Path(folder), f"mode_{number}", mode)
             run(base, options.config.absolute(), settings)
-            found[name] = figures_of(list(read_metrics(Path(folder) / f"mode_{number}" / "metrics.jsonl")))
-            print(f"{name}: a step of {found[name]['step']:.1f} s", file=sys.stderr, flush=True)
-    print("\n".join(table(found)))
+            result[name] = figures_of(list(read_metrics(Path(folder) / f"mode_{number}" / "metrics.jsonl")))
+            print(f"{name}: a step of {result[name]['step']:.1f} s", file=sys.stderr, flush=True)
+    print("\n".join(table(result)))
 
 
 if __name__ == "__main__":

@@ -112,14 +112,14 @@ async def measure(options: argparse.Namespace, directory: Path) -> dict[str, lis
 
 async def in_turns(sides: dict[str, Callable[[], Awaitable[Any]]], steps: int) -> dict[str, list[float]]:
     """``steps`` times of each side after two that do not count, first one and then the other first."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    result: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(steps + 2):
         for name in list(sides) if turn % 2 else reversed(list(sides)):
             start = time.perf_counter()
             await sides[name]()
             if turn > 1:
-                found[name].append(time.perf_counter() - start)
-    return found
+                result[name].append(time.perf_counter() - start)
+    return result
 
 
 class _NoSampler:

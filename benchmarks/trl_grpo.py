@@ -78,11 +78,11 @@ def grpo_settings(config: Config, steps: int) -> dict[str, Any]:
         ConfigError: a setting has another value than in ``SETTINGS``.
     """
     for key, value in SETTINGS.items():
-        found: Any = config
+        result: Any = config
         for name in key.split("."):
-            found = getattr(found, name)
-        if found != value:
-            raise ConfigError(f"{key}={found!r}: this comparison is for {value!r} alone")
+            result = getattr(result, name)
+        if result != value:
+            raise ConfigError(f"{key}={result!r}: this comparison is for {value!r} alone")
     sampling, turns, optimizer = config.rollout.train, config.rollout.multi_turn, config.learner.optimizer
     updates = config.data.train_batch_size * sampling.n // config.learner.mini_batch_size
     return {
@@ -181,10 +181,10 @@ def prepare_environment(venv: Path) -> Path:
         sys.exit(f"--venv {venv}: {error.stderr.strip().splitlines()[-1]}; delete it, and it is made again")
     except OSError as error:
         sys.exit(f"--venv {venv} is no environment of Python: {error}")
-    for (name, version), found in zip(wanted.items(), done.stdout.split(), strict=True):
-        if found.partition("+")[0] != version:
+    for (name, version), result in zip(wanted.items(), done.stdout.split(), strict=True):
+        if result.partition("+")[0] != version:
             sys.exit(
-                f"--venv {venv} has {name} {found}, not the {version} of {REQUIREMENTS}: delete it, or name another"
+                f"--venv {venv} has {name} {result}, not the {version} of {REQUIREMENTS}: delete it, or name another"
             )
     return python
 
@@ -416,11 +416,11 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     for seed in range(1 if options.quick else options.rounds):
         sides = {OURS: comparison.ours, TRL: comparison.trl}
-        found = {}
+        result = {}
         for name in (OURS, TRL) if seed % 2 == 0 else (TRL, OURS):
             print(f"round {seed}: {name}", flush=True)
-            found[name] = sides[name](seed)
-        rounds.append(found)
+            result[name] = sides[name](seed)
+        rounds.append(result)
         results = {
             "versions": pinned(),
             "speed": {side: speed(rounds, side) for side in sides},

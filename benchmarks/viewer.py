@@ -119,9 +119,9 @@ def measured(function: Callable[..., object], *arguments: object) -> tuple[float
     process = context.Process(target=_measure, args=(sender, function, arguments))
     process.start()
     sender.close()  # so that a process that dies ends the waiting
-    found: tuple[float, float] = receiver.recv()
+    result: tuple[float, float] = receiver.recv()
     process.join()
-    return found
+    return result
 
 
 def _measure(sender: object, function: Callable[..., object], arguments: tuple[object, ...]) -> None:

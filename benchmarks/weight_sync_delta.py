@@ -23,9 +23,9 @@ from sglang_rollout.weight_sync.delta import DeltaEncoder
 
 
 def shapes(layers: int, hidden: int, intermediate: int, vocabulary: int) -> dict[str, tuple[int, int]]:
-    found = {"embed": (vocabulary, hidden)}
+    result = {"embed": (vocabulary, hidden)}
     for layer in range(layers):
-        found |= {
+        result |= {
             f"{layer}.q": (hidden, hidden),
             f"{layer}.k": (128, hidden),
             f"{layer}.v": (128, hidden),
@@ -34,7 +34,7 @@ def shapes(layers: int, hidden: int, intermediate: int, vocabulary: int) -> dict
             f"{layer}.up": (intermediate, hidden),
             f"{layer}.down": (hidden, intermediate),
         }
-    return found
+    return result
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def pushes(model: Path, experts: bool, urls: list[str], key: str, rounds: int, b
         total_optimizer_steps=1,
         hf_dir=model,
     )
-    rank, found, version = torch.distributed.get_rank(), dict[str, Any](), 0
+    rank, result, version = torch.distributed.get_rank(), dict[str, Any](), 0
     for method in METHODS:
         sends = method == "sharded" or rank == 0
         sync: Any = {"distributed": DistributedWeightSync, "sharded": ShardedWeightSync}[method]
@@ -93,11 +93,11 @@ def pushes(model: Path, experts: bool, urls: list[str], key: str, rounds: int, b
             times.append(time.perf_counter() - began)
         of_ranks: list[Any] = [None] * 2
         torch.distributed.all_gather_object(of_ranks, sent)
-        found[method] = {"seconds": min(times[1:]), "bytes": of_ranks}
+        result[method] = {"seconds": min(times[1:]), "bytes": of_ranks}
         if sync is not None:
             sync.close()
     learner.close()
-    return found
+    return result
 
 
 def main() -> None:
@@ -123,14 +123,14 @@ def main() -> None:
             urls = [server.base_url for server in servers]
             bucket = options.bucket_mb * 2**20
             arguments = (model, options.experts > 0, urls, engine_key(), options.rounds, bucket)
-            found = run_ranks(pushes, 2, Path(directory) / "ranks", *arguments)
+            result = run_ranks(pushes, 2, Path(directory) / "ranks", *arguments)
         finally:
             for server in servers:
                 server.stop()
     for method in METHODS:
-        seconds, sent = found[method]["seconds"], [size / 1e9 for size in found[method]["bytes"]]
+        seconds, sent = result[method]["seconds"], [size / 1e9 for size in result[method]["bytes"]]
         print(f"{method:12s} {seconds:.3f} s; GB of each rank: {', '.join(f'{size:.2f}' for size in sent)}")
-    ratio = found["sharded"]["seconds"] / found["distributed"]["seconds"]
+    ratio = result["sharded"]["seconds"] / result["distributed"]["seconds"]
     print(f"sharded takes {ratio:.2f} of distributed")
 
 

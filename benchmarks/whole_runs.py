@@ -76,9 +76,9 @@ def main() -> None:
             for name, overrides in names.items():
                 runs[name].append(Path(directory) / f"{name}_{index}")
                 run(base, options.config.absolute(), runs[name][-1], options.steps, overrides)
-        found = {name: [costs(run_dir) for run_dir in each] for name, each in runs.items()}
-        for part in found["with"][0]:
-            with_them, without = (min(each[part] for each in found[name]) for name in ("with", "without"))
+        result = {name: [costs(run_dir) for run_dir in each] for name, each in runs.items()}
+        for part in result["with"][0]:
+            with_them, without = (min(each[part] for each in result[name]) for name in ("with", "without"))
             print(f"{part}: {with_them:.4g}, without {without:.4g}: {with_them / without:.2f} times")
         first, *others = (tokens(run_dir, options.steps) for run_dir in runs["with"])
         equal = "all" if all(other == first for other in others) else "NOT"

@@ -268,12 +268,12 @@ def _check_stacks(checkpoint: HFCheckpoint, weight_map: WeightMap) -> None:
 
 
 def _output_bytes(checkpoint: HFCheckpoint, mappings: Sequence[Mapping], dtype: torch.dtype | None) -> int:
-    found = 0
+    result = 0
     for mapping in mappings:
         stored = checkpoint.entry(mapping.hf_names[0]).dtype
         width = (mapping.cast_to(dtype) or stored).itemsize
-        found += _bytes_of(checkpoint, mapping) // stored.itemsize * width
-    return found
+        result += _bytes_of(checkpoint, mapping) // stored.itemsize * width
+    return result
 
 
 def _write(
@@ -354,13 +354,13 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
 
 def _not_finite(mapping: Mapping, start: int, rows: torch.Tensor) -> set[str]:
     """The Hugging Face tensors with NaN or infinite values among a parameter's rows from row ``start`` on."""
-    found, position = set(), 0
+    result, position = set(), 0
     for segment in mapping.row_segments(start, start + len(rows)):
         size = segment.stop - segment.start
         if segment.source is not None and not is_finite(rows[position : position + size]):
-            found.add(tensor_of(mapping.hf_names[segment.source]))
+            result.add(tensor_of(mapping.hf_names[segment.source]))
         position += size
-    return found
+    return result
 
 
 def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int, tuple[int, int] | None]]]]:

@@ -119,8 +119,8 @@ def _compare(comparison: _Comparison) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
-    found = _mcore_logits(comparison, ids)
-    return float((expected - found).abs().max()), float(expected.abs().max())
+    result = _mcore_logits(comparison, ids)
+    return float((expected - result).abs().max()), float(expected.abs().max())
 
 
 @torch.no_grad()

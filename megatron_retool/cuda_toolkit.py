@@ -44,18 +44,18 @@ def cuda_environment(environment: Mapping[str, str]) -> dict[str, str]:
     packages (CUDA from conda or from the system) it stays. Compiled kernels are kept in MEGATRON_RETOOL_LOCAL_DIR where
     that is set, for the home directory of a container goes with it; a cache's place that is set stays.
     """
-    found = {}
+    result = {}
     if local := environment.get(LOCAL_DIRECTORY_VARIABLE):
         caches = Path(local) / f"megatron_retool_kernels_{os.getuid()}"
-        found = {name: str(caches / place) for name, place in _CACHES.items() if name not in environment}
+        result = {name: str(caches / place) for name, place in _CACHES.items() if name not in environment}
     packages = cuda_packages()
     if packages is None:
-        return found
-    found |= {"LD_LIBRARY_PATH": _first(packages / "lib", environment.get("LD_LIBRARY_PATH"))}
+        return result
+    result |= {"LD_LIBRARY_PATH": _first(packages / "lib", environment.get("LD_LIBRARY_PATH"))}
     if (packages / "bin" / "nvcc").is_file():
         home = link_toolkit(packages, _home())
-        found |= {"CUDA_HOME": str(home), "PATH": _first(home / "bin", environment.get("PATH"))}
-    return found
+        result |= {"CUDA_HOME": str(home), "PATH": _first(home / "bin", environment.get("PATH"))}
+    return result
 
 
 def load_cudnn() -> list[Path]:
@@ -72,10 +72,10 @@ def load_cudnn() -> list[Path]:
     if packages is None:
         return []
     libraries = (packages.parent / "cudnn" / "lib").glob("libcudnn*.so.*")
-    found = sorted(libraries, key=lambda path: (path.name.split(".")[0] not in _CUDNN_FIRST, path.name))
-    for path in found:
+    result = sorted(libraries, key=lambda path: (path.name.split(".")[0] not in _CUDNN_FIRST, path.name))
+    for path in result:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    return found
+    return result
 
 
 def cuda_packages() -> Path | None:
@@ -85,10 +85,10 @@ def cuda_packages() -> Path | None:
     """
     spec = importlib.util.find_spec("nvidia")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    found = [
+    result = [
         path for place in places for path in Path(place).glob("cu[0-9][0-9]") if any(path.glob("lib/libcudart.so.*"))
     ]
-    return max(found, key=lambda path: ((path / "bin" / "nvcc").is_file(), int(path.name[2:])), default=None)
+    return max(result, key=lambda path: ((path / "bin" / "nvcc").is_file(), int(path.name[2:])), default=None)
 
 
 def link_toolkit(packages: Path, home: Path) -> Path:

@@ -73,11 +73,11 @@ def _what_is_old() -> str | None:
     if sys.version_info[:2] < _PYTHON:
         return "Python {}.{}, and {}.{} is needed".format(*sys.version_info[:2], *_PYTHON)
     try:
-        found = importlib.metadata.version("megatron-core")
+        result = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a checkout of it on PYTHONPATH
         return None
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _MEGATRON_CORE:
-        return "megatron-core {}, and {}.{} is needed".format(found, *_MEGATRON_CORE)
+    if tuple(int(part) for part in re.findall(r"\d+", result)[:2]) < _MEGATRON_CORE:
+        return "megatron-core {}, and {}.{} is needed".format(result, *_MEGATRON_CORE)
     return None
 
 

@@ -21,23 +21,27 @@ _GIB = 2**30
 
 def machine() -> dict[str, Any]:
     """processor, cores, memory_gib, gpus (names), driver: what a report says of the machine."""
-    found: dict[str, Any] = {"processor": _processor(), "cores": cores(), "memory_gib": round(memory_bytes() / _GIB, 1)}
+    result: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_gib": round(memory_bytes() / _GIB, 1),
+    }
     gpus = nvidia_smi("name")
-    return found | {"gpus": gpus} | ({"driver": nvidia_smi("driver_version")[0]} if gpus else {})
+    return result | {"gpus": gpus} | ({"driver": nvidia_smi("driver_version")[0]} if gpus else {})
 
 
 def versions() -> dict[str, str]:
     """Of Python, of PACKAGES that are installed, and of torch's CUDA and NCCL."""
     import torch
 
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in PACKAGES:
         version = installed(name)
         if version is not None:
-            found[name] = version
+            result[name] = version
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        result["cuda"] = torch.version.cuda
+    return result
 
 
 def installed(package: str) -> str | None:

@@ -94,13 +94,13 @@ def list_groups(
 
     for table in read_row_groups(path, names):
         check_lists(path, table, names)
-        found = {}
+        result = {}
         for name in names:
             column = table[name].combine_chunks()
             offsets = column.offsets.to_numpy().astype(np.int64)
             values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-            found[name] = (offsets - offsets[0], values)
-        yield found
+            result[name] = (offsets - offsets[0], values)
+        yield result
 
 
 def check_lists(path: str | Path, table: pa.Table, names: Sequence[str]) -> None:
@@ -159,10 +159,10 @@ def _opened(path: str | Path, columns: Sequence[str] | None, optional: Sequence[
 
     path = Path(path)
     with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as handle:
-        found = handle.schema_arrow.names
-        _check_columns(path, found, columns)
+        result = handle.schema_arrow.names
+        _check_columns(path, result, columns)
         if columns is not None:
-            columns = [*columns, *(name for name in optional if name in found)]
+            columns = [*columns, *(name for name in optional if name in result)]
         yield _Opened(path, handle, columns)
 
 

@@ -290,8 +290,8 @@ def _predictors(model: ModelConfig) -> list[str]:
     architecture = Architecture.from_pretrained(directory, model.families, dequantized=True)
     sources = [Path(model.mcore_path)] if model.mcore_path else []
     sources += [directory] if any(directory.glob("*.safetensors")) else []
-    found = next((source for source in sources if of_directory(source, architecture).mappings), None)
-    return [] if found is None else ["--predictors-from", str(found)]
+    result = next((source for source in sources if of_directory(source, architecture).mappings), None)
+    return [] if result is None else ["--predictors-from", str(result)]
 
 
 def _families(model: ModelConfig) -> list[str]:

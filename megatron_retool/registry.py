@@ -174,10 +174,12 @@ class Registry[T: Callable[..., Any]]:
         """
         if target in self._objects:
             return self._objects[target]
-        found: T = load_object(self.key, self._built_in.get(target, target), known=self.names)
-        if not callable(found):
-            raise ExtensionError(f"{self.key}={target}: {_name_of(found)} cannot be called: name a function or a class")
-        return found
+        result: T = load_object(self.key, self._built_in.get(target, target), known=self.names)
+        if not callable(result):
+            raise ExtensionError(
+                f"{self.key}={target}: {_name_of(result)} cannot be called: name a function or a class"
+            )
+        return result
 
     def bind(self, target: str, kwargs: Mapping[str, Any] | None = None, settings: Any = None) -> Extension[T]:
         """The object that ``target`` names, with its keyword arguments.
@@ -189,10 +191,10 @@ class Registry[T: Callable[..., Any]]:
         Raises:
             ExtensionError: as ``load``; or it cannot be called with what ``takes`` lists and these keyword arguments.
         """
-        found = self.load(target)
+        result = self.load(target)
         given = dict(kwargs or {})
-        filled = self._fill(target, found, given, settings)
-        return Extension(self.key, target, found, filled, frozenset(getattr(found, "needs", ())))
+        filled = self._fill(target, result, given, settings)
+        return Extension(self.key, target, result, filled, frozenset(getattr(result, "needs", ())))
 
     def wants(self, extension: Extension[T], name: str) -> bool:
         """Whether the object has a parameter ``name`` of ``optional``."""
@@ -262,16 +264,16 @@ def load_object(key: str, target: str, known: Collection[str] = ()) -> Any:
             + (f"; the nearest is {nearest[0]}" if nearest else "")
         )
     module = _load_module(key, target, place)
-    found: Any = module
+    result: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(result, part):
             names = [name for name in vars(module) if not name.startswith("_")]
             nearest = difflib.get_close_matches(part, names, n=1)
             raise ExtensionError(
                 f"{key}={target}: {place} has no {attribute!r}" + (f"; did you mean {nearest[0]}?" if nearest else "")
             )
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def _load_module(key: str, target: str, place: str) -> Any:

@@ -58,15 +58,15 @@ class AgentOutcome(StrEnum):
 
 def rollouts_of(rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """The rows of each rollout, which lie together in order of segment; see ``TrajectoryBatch.rollout_ids``."""
-    found: list[list[Trajectory]] = []
+    result: list[list[Trajectory]] = []
     for row in rows:
-        last = found[-1][-1] if found else None
+        last = result[-1][-1] if result else None
         same = last is not None and (row.group_id, row.index) == (last.group_id, last.index)
         if last is not None and same and row.segment > last.segment:
-            found[-1].append(row)
+            result[-1].append(row)
         else:
-            found.append([row])
-    return found
+            result.append([row])
+    return result
 
 
 def whole_rollouts(rows: Sequence[Trajectory]) -> list[Trajectory]:

@@ -42,8 +42,8 @@ def missing_rows(count: int, like: ExpertArray) -> ExpertArray:
 
 def is_missing(rows: ExpertArray) -> npt.NDArray[np.bool_]:
     """bool [n] for rows [n, layers, k]."""
-    found: npt.NDArray[np.bool_] = rows[:, 0, 0] == missing_expert(rows.dtype)
-    return found
+    result: npt.NDArray[np.bool_] = rows[:, 0, 0] == missing_expert(rows.dtype)
+    return result
 
 
 def check_rows(rows: Any, length: int, label: str) -> None:

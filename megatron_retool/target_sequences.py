@@ -129,5 +129,5 @@ class OptimizerStep:
 
 def _check_array(name: str, value: Any, dtype: type[np.generic]) -> None:
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
-        found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise RequestRefused(f"{name}: is {found}: give an array of {np.dtype(dtype)}")
+        result = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise RequestRefused(f"{name}: is {result}: give an array of {np.dtype(dtype)}")

@@ -322,8 +322,8 @@ class TrajectoryBatch:
     def of_responses(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The part [T, ...] of a column along prompts and responses [sum (P + R), ...], prompt first in each row."""
         lengths = np.stack([self.prompt_lengths, self.response_lengths], 1).ravel()
-        found: npt.NDArray[Any] = column[np.repeat(np.tile([False, True], len(self)), lengths)]
-        return found
+        result: npt.NDArray[Any] = column[np.repeat(np.tile([False, True], len(self)), lengths)]
+        return result
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
         """The batch of ``rows``, in that order, with every column."""

@@ -72,33 +72,33 @@ def make_tools(
     kwargs: Mapping[str, Any] = entry.kwargs
     section = getattr(config, entry.tool, None) if entry.tool in BUILT_IN else None
     registry: Registry[Callable[..., Any]] = Registry(key, (), built_in=BUILT_IN, kwargs_key=f"{key}.kwargs")
-    found = registry.load(entry.tool)
+    result = registry.load(entry.tool)
     if section is not None:
-        for name in getattr(found, "server_settings", ()):
+        for name in getattr(result, "server_settings", ()):
             if name in kwargs:
                 raise ConfigError(f"{key}.kwargs.{name} belongs to the servers: set tools.{entry.tool}.{name}")
         kwargs = {"config": with_settings(section, entry.kwargs, f"{key}.kwargs")}
-        if "client" in inspect.signature(found).parameters:
+        if "client" in inspect.signature(result).parameters:
             kwargs["client"] = client
-        if "search" in inspect.signature(found).parameters:
+        if "search" in inspect.signature(result).parameters:
             kwargs["search"] = config.search
-    if inspect.isclass(found) or _makes_a_tool(found):
+    if inspect.isclass(result) or _makes_a_tool(result):
         make: Callable[[], Any] = registry.bind(entry.tool, kwargs)
     else:
-        takes = argument_names(found) if inspect.isfunction(found) else ()
+        takes = argument_names(result) if inspect.isfunction(result) else ()
         own = Registry[Callable[..., Any]](key, takes, kwargs_key=f"{key}.kwargs").bind(entry.tool, kwargs)
 
         def make() -> Any:
-            if not inspect.isfunction(found):
+            if not inspect.isfunction(result):
                 raise ValueError("it is neither a class nor a function")
-            return FunctionTool(found, own.kwargs)
+            return FunctionTool(result, own.kwargs)
 
     try:
         tool = make()
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}" if section is None else str(error)) from error
     except Exception as error:
-        also = " A function that makes a tool says so: -> Tool" if inspect.isfunction(found) else ""
+        also = " A function that makes a tool says so: -> Tool" if inspect.isfunction(result) else ""
         told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise ExtensionError(f"{label}: making the tool failed: {told}.{also}") from error
     several = isinstance(tool, list)

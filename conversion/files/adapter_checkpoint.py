@@ -70,10 +70,10 @@ def record_of(directory: Path) -> AdapterRecord | None:
     if not path.is_file():
         return None
     try:
-        found = load_json(path.read_bytes())
-        targets = tuple(str(target) for target in found["targets"])
-        base, checksum = str(found["base"]), str(found["base_checksum"])
-        return AdapterRecord(int(found["rank"]), float(found["alpha"]), targets, base, checksum)
+        result = load_json(path.read_bytes())
+        targets = tuple(str(target) for target in result["targets"])
+        base, checksum = str(result["base"]), str(result["base_checksum"])
+        return AdapterRecord(int(result["rank"]), float(result["alpha"]), targets, base, checksum)
     except (ValueError, KeyError, TypeError) as error:
         raise DistCheckpointError(f"{path} does not say what the adapters are: {error!r}") from error
 

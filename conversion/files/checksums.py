@@ -305,10 +305,10 @@ def verified_meanwhile(
     with ThreadPoolExecutor(_THREADS) as pool:
         faults += [fault for fault in pool.map(lambda item: _fault(*item), first) if fault is not None]
         raise_damaged(directory, faults)
-        found = [pool.submit(_fault, path, record, True, over.is_set) for path, record in large if needed(path)]
+        result = [pool.submit(_fault, path, record, True, over.is_set) for path, record in large if needed(path)]
 
         def check(wait: bool) -> None:
-            done = [future.result() for future in found if wait or future.done()]
+            done = [future.result() for future in result if wait or future.done()]
             raise_damaged(directory, [fault for fault in done if fault is not None])
 
         try:

@@ -143,8 +143,8 @@ def _overlap(target: Path, source: Path) -> str | None:
     inside = {_identity(Path(directory)) for directory, _, _ in os.walk(place)}
     if _identity(read) in inside:
         return "is above"
-    found = [Path(directory) / file for directory, _, files in os.walk(read) for file in files]
-    linked = [path.resolve() for path in found if path.is_symlink()]
+    result = [Path(directory) / file for directory, _, files in os.walk(read) for file in files]
+    linked = [path.resolve() for path in result if path.is_symlink()]
     if any(place in path.parents for path in linked):
         return "holds files of"
     return None

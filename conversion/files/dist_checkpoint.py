@@ -400,15 +400,15 @@ class DistCheckpoint:
         return None
 
     def _required(self, place: CheckpointPlace) -> CheckpointPlace:
-        found = self._resolve(place)
-        if found is None:
+        result = self._resolve(place)
+        if result is None:
             raise DistCheckpointError(f"{self.directory} has no tensor {place.key}")
-        stored_axes = tuple(self.tensors[found.key].size)[: len(found.axes)]
-        if stored_axes != found.axes:
+        stored_axes = tuple(self.tensors[result.key].size)[: len(result.axes)]
+        if stored_axes != result.axes:
             raise DistCheckpointError(
-                f"{self.directory}: {found.key} is stacked {stored_axes} deep, expected {found.axes}"
+                f"{self.directory}: {result.key} is stacked {stored_axes} deep, expected {result.axes}"
             )
-        return found
+        return result
 
     def _chunks_at(self, place: CheckpointPlace) -> list[ChunkStorageMetadata]:
         depth = len(place.index)

@@ -211,8 +211,8 @@ class HFCheckpoint:
     def _predictors(self) -> tuple[str, int]:
         """Key and number of the layers for multi-token prediction that config.json speaks of."""
         config = self.directory / "config.json"
-        found = ConfigReader(json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {})
-        counts = {key: found.integer(key, 0, least=0) for key in PREDICTORS}
+        result = ConfigReader(json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {})
+        counts = {key: result.integer(key, 0, least=0) for key in PREDICTORS}
         return next(((key, count) for key, count in counts.items() if count), (PREDICTORS[0], 0))
 
     def _check_tied_copy(self, head_name: str, embedding_name: str) -> None:
@@ -330,8 +330,8 @@ class HFCheckpoint:
 
 def _layer(name: str) -> int:
     """Number of the layer that a tensor belongs to; -1: of none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    result = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(result[1]) if result else -1
 
 
 @dataclass(frozen=True)

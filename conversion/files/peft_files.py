@@ -100,14 +100,14 @@ class PeftFiles:
                     f"adapts other matrices than learner.lora.targets=[{', '.join(targets)}] of this model"
                 )
         for name, shape in expected.items():
-            found = self._file.get_slice(name)
-            if tuple(found.get_shape()) != shape:
+            result = self._file.get_slice(name)
+            if tuple(result.get_shape()) != shape:
                 raise PeftFilesError(
-                    f"{self._path}: {name} has shape {found.get_shape()}, and rank {self.rank} of this model needs "
+                    f"{self._path}: {name} has shape {result.get_shape()}, and rank {self.rank} of this model needs "
                     f"{list(shape)}: it is of another base model"
                 )
-            if found.get_dtype() not in ("F32", "F16", "BF16", "F64"):
-                raise PeftFilesError(f"{self._path}: {name} is {found.get_dtype()}: save it as float32 or bfloat16")
+            if result.get_dtype() not in ("F32", "F16", "BF16", "F64"):
+                raise PeftFilesError(f"{self._path}: {name} is {result.get_dtype()}: save it as float32 or bfloat16")
 
     def factors(self, mapping: WeightMapping) -> list[Tensor]:
         """One weight's factors, whole, in the order of ``factor_mappings``: float32.
@@ -115,14 +115,14 @@ class PeftFiles:
         Raises:
             PeftFilesError: a number is not finite.
         """
-        found = []
+        result = []
         for factor in factor_mappings(mapping, self.rank):
             name, first = peft_tensor(factor.hf_names[0])
             tensor = self._file.get_slice(PREFIX + name)[first : first + factor.hf_shapes[0][0]].float()
             if not bool(torch.isfinite(tensor).all()):
                 raise PeftFilesError(f"{self._path}: {PREFIX + name} holds a number that is not finite")
-            found.append(tensor)
-        return found
+            result.append(tensor)
+        return result
 
 
 def factor_shapes(mappings: Iterable[WeightMapping], targets: Collection[str], rank: int) -> dict[str, tuple[int, int]]:

@@ -168,13 +168,13 @@ class QuantizedCheckpoint(HFCheckpoint):
 
     def _part(self, stored: StoredTensor, module: str, leaf: str, what: str) -> StoredTensor:
         name = f"{module}.{leaf}"
-        found = self.on_disk.get(name)
-        if found is None:
+        result = self.on_disk.get(name)
+        if result is None:
             kind = "FP8 weight" if stored.dtype == torch.float8_e4m3fn else "quantised weight"
             raise HFCheckpointError(
                 f"{self.directory} lacks tensor {name}, the {what} of the {kind} {stored.name} in {stored.file}"
             )
-        return found
+        return result
 
     def _shape(self, weight: _Weight) -> tuple[int, int]:
         """Of the matrix that a weight stands for."""
@@ -282,8 +282,8 @@ class QuantizedCheckpoint(HFCheckpoint):
         if weight is None:
             return super().read(name, rows, out)
         first, stop = rows or (0, weight.numbers.shape[0])
-        found = self._rows(weight, first, stop).to(self.tensors[name].dtype)
-        return found if out is None else out.copy_(found)
+        result = self._rows(weight, first, stop).to(self.tensors[name].dtype)
+        return result if out is None else out.copy_(result)
 
     def _rows(self, weight: _Weight, first: int, stop: int) -> Tensor:
         """Rows of the matrix that a weight stands for, in the dtype that it is computed in."""

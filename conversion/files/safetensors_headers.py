@@ -130,21 +130,21 @@ def weight_files(directory: Path) -> tuple[list[str], Mapping[str, str]]:
             "save_pretrained(..., safe_serialization=True)"
         )
     try:
-        found = dict(load_json(index.read_bytes(), finite=False)["weight_map"])
+        result = dict(load_json(index.read_bytes(), finite=False)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HFCheckpointError(f"{index} is not a safetensors index: {what_it_is(index) or repr(error)}") from error
-    for name, file in found.items():
+    for name, file in result.items():
         if not isinstance(file, str):
             raise HFCheckpointError(f"{index} places tensor {name} in {file!r:.80}, which is no file's name")
         if not file or "\0" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
             raise HFCheckpointError(f"{index} places tensor {name} in {file!r:.80}, which is no file of the directory")
-    files = sorted(set(found.values()))
+    files = sorted(set(result.values()))
     if single.exists() and files != [SINGLE_FILE_NAME]:
         raise HFCheckpointError(
             f"{directory} has {SINGLE_FILE_NAME} beside an {INDEX_NAME} that names {files[0] if files else 'no file'}: "
             "transformers loads the single file and SGLang those of the index. Remove whichever is not the model's"
         )
-    return files, found
+    return files, result
 
 
 def check_index(directory: Path, index: Mapping[str, str], tensors: Mapping[str, set[str]]) -> None:

@@ -103,7 +103,7 @@ def built_in_families() -> Mapping[str, Family]:
     """The families of ``families/`` by model_type."""
     place = "conversion.model.families"
     package = importlib.import_module(place)
-    modules = [importlib.import_module(f"{place}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"{place}.{result.name}") for result in pkgutil.iter_modules(package.__path__)]
     return MappingProxyType({module.FAMILY.model_type: module.FAMILY for module in modules})
 
 
@@ -113,14 +113,14 @@ def load_family(target: str) -> Family:
     Raises:
         ExtensionError: it cannot be imported, or is no ``Family``.
     """
-    found = load_object(KEY, target, known=tuple(built_in_families()))
-    if not isinstance(found, Family):
-        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+    result = load_object(KEY, target, known=tuple(built_in_families()))
+    if not isinstance(result, Family):
+        kind = result.__name__ if isinstance(result, type) else type(result).__name__
         raise ExtensionError(
             f"{KEY}={target}: it is a {kind}, not a conversion.model.family.Family: write "
             'FAMILY = Family("<model_type>", rules=decoder_rules(…), read=…)'
         )
-    return found
+    return result
 
 
 def load_families(targets: Sequence[str]) -> dict[str, tuple[str, Family]]:

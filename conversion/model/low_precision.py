@@ -207,14 +207,14 @@ def quantization_of(directory: str | Path, hf_config: Mapping[str, Any]) -> Quan
     """
     config, beside = Path(directory) / "config.json", Path(directory) / DECLARED_BESIDE
     try:
-        found = quantization_in(hf_config)
+        result = quantization_in(hf_config)
     except UnsupportedArchitecture as error:
         raise UnsupportedArchitecture(f"{config}: {error}") from None
     if not beside.is_file():
-        return found
-    if found is not None and found.method != "modelopt":
+        return result
+    if result is not None and result.method != "modelopt":
         raise UnsupportedArchitecture(
-            f"{beside} is ModelOpt's, but {config} declares {found.method}: remove the one that the weights are not of"
+            f"{beside} is ModelOpt's, but {config} declares {result.method}: remove the one that the weights are not of"
         )
     try:
         declared = load_json(beside.read_bytes())
@@ -223,13 +223,13 @@ def quantization_of(directory: str | Path, hf_config: Mapping[str, Any]) -> Quan
         raise UnsupportedArchitecture(f"{beside}: {error}") from None
     except (ValueError, OSError) as error:
         raise UnsupportedArchitecture(f"{beside} is not valid JSON: {error}") from None
-    if found is None:
+    if result is None:
         return replace(other, place=str(beside))
-    if [scheme for _, scheme in found.schemes] != [scheme for _, scheme in other.schemes]:
+    if [scheme for _, scheme in result.schemes] != [scheme for _, scheme in other.schemes]:
         raise UnsupportedArchitecture(
             f"{beside} and {config} declare different quantisations: remove the one that the weights are not of"
         )
-    return found
+    return result
 
 
 def quantization_in(hf_config: Mapping[str, Any]) -> Quantization | None:
@@ -241,8 +241,8 @@ def quantization_in(hf_config: Mapping[str, Any]) -> Quantization | None:
     key = declaration(hf_config)
     if not key:
         return None
-    found = hf_config[key]
-    reader = ConfigReader(found if isinstance(found, Mapping) else {}, f"{key}.")
+    result = hf_config[key]
+    reader = ConfigReader(result if isinstance(result, Mapping) else {}, f"{key}.")
     method, dtype = reader.mapping.get("quant_method"), _dtype(hf_config)
     if method == "fp8":
         return replace(_of_block_fp8(reader.mapping, key), dtype=dtype)
@@ -257,8 +257,8 @@ def quantization_in(hf_config: Mapping[str, Any]) -> Quantization | None:
 
 def _dtype(hf_config: Mapping[str, Any]) -> str:
     """That weights had before they were quantised: a model of float16 stays one."""
-    found = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return "float16" if found == "float16" else "bfloat16"
+    result = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return "float16" if result == "float16" else "bfloat16"
 
 
 def _of_block_fp8(found: Mapping[str, Any], key: str) -> Quantization:
@@ -482,8 +482,8 @@ def _modelopt_scheme(algorithm: str, reader: ConfigReader) -> Scheme:
 def _group_size(reader: ConfigReader, default: int) -> int:
     """Columns that share a scale: config.json has the number only within config_groups."""
     groups = reader.inner("config_groups")
-    found = [groups.inner(name).inner("weights").integer("group_size", default) for name in groups.mapping]
-    return reader.integer("group_size", found[0] if found else default)
+    result = [groups.inner(name).inner("weights").integer("group_size", default) for name in groups.mapping]
+    return reader.integer("group_size", result[0] if result else default)
 
 
 def _excluded(texts: list[str], place: str) -> Names:

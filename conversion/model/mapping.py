@@ -280,9 +280,9 @@ def hf_parts(mapping: Mapping, part: Tensor, tp_size: int, tp_rank: int) -> Iter
             if segment.source is not None:
                 runs.setdefault(segment.source, []).append((segment.start, row, rows))
             row += rows
-    for source, found in sorted(runs.items()):
+    for source, result in sorted(runs.items()):
         name, shape = mapping.hf_names[source], mapping.hf_shapes[source]
-        for start, pieces in _adjacent(sorted(found)):
+        for start, pieces in _adjacent(sorted(result)):
             tensor = _joined([part[row : row + rows] for row, rows in pieces])
             if columns is not None:
                 yield HFPart(name, shape, 1, columns[0], columns[1] - columns[0]), tensor

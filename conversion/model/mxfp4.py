@@ -25,8 +25,8 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
     # Both numbers of a byte are looked up as one of 32 bits, which takes a tenth of the time.
-    found = pairs.view(torch.int32).flatten().index_select(0, packed.flatten().int())
-    return found.view(torch.bfloat16).view(*packed.shape[:-1], -1)
+    result = pairs.view(torch.int32).flatten().index_select(0, packed.flatten().int())
+    return result.view(torch.bfloat16).view(*packed.shape[:-1], -1)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -105,12 +105,12 @@ def _longrope(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
     factor = parameters.number("factor", longest / original)
     if original == 1:
         raise UnsupportedArchitecture(f"{key}=1: longrope positions are stretched from more than one")
-    found = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    result = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeScaling(
         kind="longrope",
         factor=factor,
         original_max_position_embeddings=original,
-        attention_factor=parameters.number("attention_factor", found),
+        attention_factor=parameters.number("attention_factor", result),
         short_factors=tuple(float(each) for each in factors["short_factor"]),
     )
 
@@ -135,9 +135,9 @@ def _yarn(parameters: ConfigReader) -> RopeScaling:
     def magnitude(share: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
-    found = magnitude(1.0)
+    result = magnitude(1.0)
     if parameters.mapping.get("mscale") and parameters.mapping.get("mscale_all_dim"):
-        found = magnitude(parameters.number("mscale")) / magnitude(parameters.number("mscale_all_dim"))
+        result = magnitude(parameters.number("mscale")) / magnitude(parameters.number("mscale_all_dim"))
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -145,5 +145,5 @@ def _yarn(parameters: ConfigReader) -> RopeScaling:
         beta_fast=parameters.number("beta_fast", 32.0),
         beta_slow=parameters.number("beta_slow", 1.0),
         truncate=parameters.flag("truncate", True),
-        attention_factor=parameters.number("attention_factor", found),
+        attention_factor=parameters.number("attention_factor", result),
     )

@@ -39,16 +39,16 @@ class StackPart:
 
 def part_of(name: str) -> StackPart | None:
     """The part that a name means; None: it is a whole tensor's."""
-    found = _PART.fullmatch(name)
-    if found is None:
+    result = _PART.fullmatch(name)
+    if result is None:
         return None
-    return StackPart(found["tensor"], int(found["index"]), int(found["start"] or 0), int(found["step"] or 1))
+    return StackPart(result["tensor"], int(result["index"]), int(result["start"] or 0), int(result["step"] or 1))
 
 
 def tensor_of(name: str) -> str:
     """The tensor that a name means, or means a part of; of a rule's names too."""
-    found = _PART.fullmatch(name)
-    return name if found is None else found["tensor"]
+    result = _PART.fullmatch(name)
+    return name if result is None else result["tensor"]
 
 
 def stacked_shapes(parts: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:

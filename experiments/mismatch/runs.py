@@ -60,8 +60,8 @@ class Run:
 
     @property
     def newest(self) -> Checkpoint | None:
-        found = complete_checkpoints(self.path)
-        return found[-1] if found else None
+        result = complete_checkpoints(self.path)
+        return result[-1] if result else None
 
     @property
     def trained(self) -> bool:
@@ -87,12 +87,12 @@ def is_complete(run: Run, experiment: Experiment) -> bool:
 
 def complete_runs(directory: Path, experiment: Experiment, steps: int) -> list[Run]:
     """The runs that are there, whichever command made them, in the order of arms and seeds."""
-    found = []
+    result = []
     for arm in experiment.arms:
         seeds = [path.name.rpartition("_seed")[2] for path in directory.glob(f"{arm.name}_seed*")]
         runs = [Run(directory, arm, int(seed), steps) for seed in seeds if seed.isdecimal()]
-        found += sorted((run for run in runs if is_complete(run, experiment)), key=lambda run: run.seed)
-    return found
+        result += sorted((run for run in runs if is_complete(run, experiment)), key=lambda run: run.seed)
+    return result
 
 
 def make_run(

@@ -51,22 +51,22 @@ def examine(
         NotAdmissible: before anything is computed, where a request's model is of no family, or its family refuses it.
     """
     architectures = [architecture_of(request) for request in requests]
-    jobs, found = [], list[list[Check]]()
+    jobs, result = [], list[list[Check]]()
     for number, (request, architecture) in enumerate(zip(requests, architectures, strict=True)):
         on_progress(f"{request.name}: transformers")
         place = directory / f"{number}_{architecture.family}"
         jobs.append(_Job(request, place, architecture, tuple(cases(architecture, request.names))))
-        found.append(_alone(jobs[-1]))
+        result.append(_alone(jobs[-1]))
     layouts = _layouts(jobs, directory, on_progress)
     if engine:
         on_progress("SGLang")
     models = [(job.directory, job.architecture) for job in jobs]
     for answers in (layouts, engine_checks(models, directory / "engine", wanted=engine)):
-        for checks, more in zip(found, answers, strict=True):
+        for checks, more in zip(result, answers, strict=True):
             checks += more
     return [
         Admission(job.architecture.family, job.request.name, dict(shrunk_config(job.request)), tuple(checks))
-        for job, checks in zip(jobs, found, strict=True)
+        for job, checks in zip(jobs, result, strict=True)
     ]
 
 
@@ -152,12 +152,12 @@ def _in_rank(jobs: list[_Job], tasks: list[_Task]) -> dict[_Task, Any]:
         by_name = {case.name: case for case in job.cases}
         try:
             if name == _SAVING:
-                found = parity.save_checkpoint(by_name[_SAVER], job.directory, job.request.families)
+                result = parity.save_checkpoint(by_name[_SAVER], job.directory, job.request.families)
             elif name == _RESHARDING:
-                found = parity.load_checkpoint(by_name[_LOADER], job.directory, job.request.families)
+                result = parity.load_checkpoint(by_name[_LOADER], job.directory, job.request.families)
             else:
-                found = parity.compare(by_name[name], job.directory, job.request.families)
-            answers[number, name] = found
+                result = parity.compare(by_name[name], job.directory, job.request.families)
+            answers[number, name] = result
         except Exception:
             if by_name.get(name) is None or by_name[name].world > 1:
                 raise  # the other ranks wait

@@ -52,13 +52,13 @@ def engine_checks(models: Sequence[tuple[Path, Architecture]], directory: Path, 
             sequences = [] if by_engine else parity.engine_sequences(longest)
             loads.append(Load(str(number), str(place), str(place / _WEIGHTS), sequences=sequences))
     try:
-        found = load_into_engine_classes(loads, directory) if loads else {}
+        result = load_into_engine_classes(loads, directory) if loads else {}
     except (RuntimeError, OSError) as error:
-        found = {load.name: Loaded(str(error), failed=str(error)) for load in loads}
+        result = {load.name: Loaded(str(error), failed=str(error)) for load in loads}
     return [
         [
-            _inapplicable(PARAMETERS, by_class) if by_class else _taken(found[str(number)]),
-            _inapplicable(LOG_PROBS, by_engine) if by_engine else _computed(found[str(number)], models[number][0]),
+            _inapplicable(PARAMETERS, by_class) if by_class else _taken(result[str(number)]),
+            _inapplicable(LOG_PROBS, by_engine) if by_engine else _computed(result[str(number)], models[number][0]),
         ]
         for number, (by_class, by_engine) in enumerate(refused)
     ]

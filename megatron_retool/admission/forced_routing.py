@@ -81,8 +81,8 @@ def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterato
 
         router.forward = forward
 
-    found = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
-    routers = [router for router in found if router is not None]
+    result = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    routers = [router for router in result if router is not None]
     for layer, router in enumerate(routers):
         own.append([])
         force(router, layer)
@@ -174,11 +174,11 @@ def gradients_of_update(learner: Any, batch: TrajectoryBatch, temperature: float
     """Gradients by Hugging Face name (rank 0 has them) and the metrics of an update that changes no weight."""
     from megatron_retool.learner.weights import gradients_by_hf_name
 
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
 
     def look() -> tuple[bool, float]:
         named = gradients_by_hf_name(learner.model_chunks, learner.architecture)
-        found.update(on_host(named))
+        result.update(on_host(named))
         return True, 0.0
 
     learner._step = look
@@ -186,7 +186,7 @@ def gradients_of_update(learner: Any, batch: TrajectoryBatch, temperature: float
         metrics = learner.update(batch, temperature=temperature)
     finally:
         del learner._step
-    return found, metrics
+    return result, metrics
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float) -> dict[str, float]:
     """How far replay of all rows, of rows with gaps, and of the learner's own rows is from transformers'."""
     expected = load_arrays(file)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     replay = learner.routing_replay
     plan: dict[str, tuple[str | None, ...]] = {"all_rows": ("moe",), "gaps": (None, "full"), "own": (None,)}
     if learner.layout.world_size > 1:  # what is the same in one process is left out
@@ -230,23 +230,23 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
         passes = {"policy": learner.log_probs(rows, temperature=temperature)}
         if kind == "own":
             recorded = passes["policy"]["routed_experts"]
-            found["recorded rows"] = float((np.sort(recorded, -1) != want["own"]).any(-1).mean())
+            result["recorded rows"] = float((np.sort(recorded, -1) != want["own"]).any(-1).mean())
             rows = with_rows(batch, recorded)
         if kind == "gaps":
             passes["reference"] = learner.log_probs(rows, reference=True, temperature=temperature)
         for name, answer in passes.items():
-            found[f"{kind} {name}"] = float(np.abs(answer["log_probs"] - want["log_probs"]).max())
+            result[f"{kind} {name}"] = float(np.abs(answer["log_probs"] - want["log_probs"]).max())
         if kind != "own":
             same = np.array_equal(passes["policy"]["routing_flips"], want["flips"], equal_nan=True)
-            found[f"{kind} flips"] = float(not same)
+            result[f"{kind} flips"] = float(not same)
         for granularity in granularities:
             with recomputing(learner, granularity):
                 gradients, metrics = gradients_of_update(learner, rows, temperature)
-            found[f"{kind} gradient, recompute {granularity}"] = distance(gradients, want["gradients"])
+            result[f"{kind} gradient, recompute {granularity}"] = distance(gradients, want["gradients"])
             counted = metrics if kind == "own" else passes["policy"]["metrics"]
             figures = want.get("metrics", dict.fromkeys(counted, 0.0) if kind == "own" else {})
             for name, value in figures.items():
                 if name.startswith("routing_replay/"):
-                    found[f"{kind} {name}"] = abs(counted[name] - value)
+                    result[f"{kind} {name}"] = abs(counted[name] - value)
         assert replay.waiting == 0
-    return found
+    return result

@@ -163,8 +163,8 @@ class _Settings:
         for place in (self._given, *inner):
             if isinstance(place, Mapping) and key in place:
                 return place[key]
-        found = getattr(self._whole, key, None)
-        return None if callable(found) else found
+        result = getattr(self._whole, key, None)
+        return None if callable(result) else result
 
     def asks(self, key: str) -> bool:
         """Whether the key has a value that is not that of a part which is not there."""
@@ -192,7 +192,7 @@ def _strange_functions(code: ModellingCode) -> list[str]:
 
 
 def _codes_of_families() -> list[ModellingCode]:
-    return [found for name in built_in_families() if (found := modelling_code(name)) is not None]
+    return [result for name in built_in_families() if (result := modelling_code(name)) is not None]
 
 
 def _method(name: str) -> str:
@@ -208,8 +208,8 @@ def known_parts(names: Iterable[str]) -> list[str]:
         for name, part in parts.items()
         if part and all(isinstance(rule, rules.Rule) for rule in part)
     }
-    found = {name: own for name, own in tensors.items() if own <= present}
-    return [name for name, own in found.items() if not any(own < other for other in found.values())]
+    result = {name: own for name, own in tensors.items() if own <= present}
+    return [name for name, own in result.items() if not any(own < other for other in result.values())]
 
 
 def _numberless(name: str) -> str:

@@ -64,16 +64,16 @@ def read_code(source: str, model: str) -> ModellingCode:
         model: such as "LlamaForCausalLM".
     """
     definitions = {node.name: node for node in ast.parse(source).body if isinstance(node, _DEFINITIONS)}
-    found, waiting = dict[str, ast.ClassDef | ast.FunctionDef](), [model]
+    result, waiting = dict[str, ast.ClassDef | ast.FunctionDef](), [model]
     while waiting:
         name = waiting.pop()
-        if name in definitions and name not in found and not name.endswith(_OUTER):
-            found[name] = definitions[name]
+        if name in definitions and name not in result and not name.endswith(_OUTER):
+            result[name] = definitions[name]
             waiting += [node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)]
-    keys = {key for node in found.values() for key in _keys(node)}
+    keys = {key for node in result.values() for key in _keys(node)}
     prefix = model.partition("For")[0]
     plain = _Plain(prefix)
-    functions = {name: plain.visit(node) for top in found.values() for name, node in _functions(top, prefix)}
+    functions = {name: plain.visit(node) for top in result.values() for name, node in _functions(top, prefix)}
     return ModellingCode(
         frozenset(keys),
         {name: ast.dump(node) for name, node in functions.items()},

@@ -147,7 +147,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     expected = load_arrays(hf_dir / "reference.pt")
     learner = build(case, hf_dir, families, replay=True)
     batch = mini_batch()
-    found: Found = {}
+    result: Found = {}
     if (
         learner.config.learner.share_prefixes
         and sum(learner.packer.plan(batch).num_tokens) >= batch.total_lengths.sum() - 40
@@ -155,12 +155,12 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
         raise ValueError("no prefixes were shared")
     if learner.routing_replay is not None:
         compared = forced_routing.compare(learner, batch, hf_dir / "forced_routing.pt", TEMPERATURE)
-        found |= {f"replay: {name}": value for name, value in compared.items()}
+        result |= {f"replay: {name}": value for name, value in compared.items()}
         learner.routing_replay = None
     answer = learner.log_probs(batch, temperature=TEMPERATURE)
     for column in ("log_probs", "entropy"):
-        found[column] = float(np.abs(answer[column] - expected[column]).max())
-    found["parameters that the planner misses"] = _missed_parameters(learner)
+        result[column] = float(np.abs(answer[column] - expected[column]).max())
+    result["parameters that the planner misses"] = _missed_parameters(learner)
 
     step, gradients = learner._step, {}
 
@@ -173,16 +173,16 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     metrics = learner.update(batch, temperature=TEMPERATURE)
     for metric, (total, count) in expected["metrics"].items():
         value = total / count if count else total
-        found[f"metric {metric}"] = abs(metrics[metric] - value) / max(abs(value), 1e-3)
-    found["grad_norm"] = abs(metrics["actor/grad_norm"] / expected["grad_norm"] - 1)
+        result[f"metric {metric}"] = abs(metrics[metric] - value) / max(abs(value), 1e-3)
+    result["grad_norm"] = abs(metrics["actor/grad_norm"] / expected["grad_norm"] - 1)
     weights = _exported(learner)
     if not gradients:
-        return found
+        return result
     _same_names(gradients, expected["gradients"])
     _same_names(weights, expected["weights"])
-    found["gradient"] = forced_routing.distance(gradients, expected["gradients"])
-    found["weight"] = max(float((weights[n] - w).abs().max()) for n, w in expected["weights"].items())
-    return found
+    result["gradient"] = forced_routing.distance(gradients, expected["gradients"])
+    result["weight"] = max(float((weights[n] - w).abs().max()) for n, w in expected["weights"].items())
+    return result
 
 
 def engine_sequences(longest: int | None) -> list[list[int]]:
@@ -247,11 +247,11 @@ def load_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) ->
         for _, tensor in global_tensors(learner.model_chunks):
             tensor.zero_()
     load_model_weights(learner.model_chunks, learner.architecture, converted(hf_dir))
-    found = {"converted weight": _largest(_exported(learner), before)}
+    result = {"converted weight": _largest(_exported(learner), before)}
     learner.load(hf_dir / _CHECKPOINT)
-    found["weight after a load"] = _largest(_exported(learner), saved)
+    result["weight after a load"] = _largest(_exported(learner), saved)
     learner.update(mini_batch(), temperature=TEMPERATURE)
-    return found | {"weight after the next update": _largest(_exported(learner), after)}
+    return result | {"weight after the next update": _largest(_exported(learner), after)}
 
 
 def _exported(learner: Any) -> dict[str, Any]:

@@ -50,12 +50,12 @@ class Request:
 
 def one_of_each_family() -> list[Request]:
     """A published model of every built-in family."""
-    found = []
+    result = []
     for family, name in model_of_each_family().items():
         # Eight layers: virtual pipelines have a use for them.
         more: dict[str, Any] = {"layers": 8, "names": NAMED} if family in _WHOLE else {}
-        found.append(Request(name, MODELS[name], **more))
-    return found
+        result.append(Request(name, MODELS[name], **more))
+    return result
 
 
 def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:
@@ -69,21 +69,21 @@ def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:
         return MODELS[model.lower()], None
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotAdmissible(
             f"{model}: no directory with a config.json, no such file, and no published model that is known here"
         ) from None
     except (ValueError, RecursionError, UnicodeDecodeError) as error:
         raise NotAdmissible(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise NotAdmissible(f"{file} holds a {type(found).__name__}, where a mapping with model_type, … is expected")
+    if not isinstance(result, dict):
+        raise NotAdmissible(f"{file} holds a {type(result).__name__}, where a mapping with model_type, … is expected")
     directory = path if path.is_dir() else path.parent
     try:
-        quantization_of(directory, found)
+        quantization_of(directory, result)
     except UnsupportedArchitecture as error:
         raise NotAdmissible(str(error)) from None
-    return found, directory
+    return result, directory
 
 
 def shrunk_config(request: Request) -> dict[str, Any]:

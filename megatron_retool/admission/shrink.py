@@ -125,7 +125,7 @@ def _small_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _small_longrope(hf_config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """Longrope's keys: factors for as many pairs as a tiny head has, and no text beyond the original positions, which
     transformers would compute by other factors."""
-    key, found = "original_max_position_embeddings", dict[str, Any]()
+    key, result = "original_max_position_embeddings", dict[str, Any]()
     for name in ("rope_parameters", "rope_scaling"):
         rope = small.get(name)
         if not isinstance(rope, Mapping) or "short_factor" not in rope:
@@ -135,5 +135,5 @@ def _small_longrope(hf_config: Mapping[str, Any], small: Mapping[str, Any]) -> d
         factors = {k: [v[n * len(v) // pairs] for n in range(pairs)] for k, v in rope.items() if k in _FACTORS}
         original = hf_config.get(key, hf_config[name].get(key, 0))
         stretched = original < (hf_config.get("max_position_embeddings") or 0)
-        found |= {name: {**rope, **factors}, key: LONGROPE_POSITIONS if stretched else POSITIONS}
-    return found
+        result |= {name: {**rope, **factors}, key: LONGROPE_POSITIONS if stretched else POSITIONS}
+    return result

@@ -30,10 +30,10 @@ FLOPS_TOKENS = 24
 def tensor_names(architecture: Architecture, directory: Path) -> Check:
     """Names and shapes that the family's table gives, against what transformers has written."""
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
-    found = WeightMap(architecture).hf_shapes
-    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    result = WeightMap(architecture).hf_shapes
+    wrong = sorted(name for name in result.keys() | expected.keys() if result.get(name) != expected.get(name))
     if wrong:
-        said = f"{wrong[0]}: the table says {found.get(wrong[0])}, transformers {expected.get(wrong[0])}"
+        said = f"{wrong[0]}: the table says {result.get(wrong[0])}, transformers {expected.get(wrong[0])}"
         return Check("weights", "names and shapes", AdmissionVerdict.FAIL, f"{len(wrong)} tensors differ; {said}")
     return Check("weights", "names and shapes", AdmissionVerdict.PASS, figures={"tensors": float(len(expected))})
 
@@ -78,8 +78,8 @@ def planned_flops(architecture: Architecture, model: Any) -> Check:
     # torch counts all pairs of eager attention; a causal model, with its windows, needs a part of them.
     pairs = architecture.num_layers * (pair_flops(architecture) + index_pair_flops(architecture))
     alone = forward_flops(architecture, [1] * FLOPS_TOKENS)
-    found = alone + pairs * (FLOPS_TOKENS**2 - FLOPS_TOKENS)
-    off = abs(found / expected - 1)
+    result = alone + pairs * (FLOPS_TOKENS**2 - FLOPS_TOKENS)
+    off = abs(result / expected - 1)
     return judged("planner", "FLOPs", {"relative difference": off}, {"off by": off} if off > FLOPS_TOLERANCE else {})
 
 

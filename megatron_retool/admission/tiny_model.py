@@ -87,8 +87,8 @@ def stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     and renames what its models share."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return {name: tensor.clone() for name, tensor in found.items()}
+    result: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return {name: tensor.clone() for name, tensor in result.items()}
 
 
 def stored_gradients(model: Any) -> dict[str, Tensor]:

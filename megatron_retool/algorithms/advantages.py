@@ -126,16 +126,16 @@ def compute_advantages(estimator: Extension[AdvantageEstimator], batch: Advantag
     if token_rewards is not None:
         token_rewards = torch.where(loss_mask, token_rewards, 0.0)
     batch = replace(batch, loss_mask=loss_mask, token_rewards=token_rewards)
-    found = estimator.attempt(batch)
-    if isinstance(found, Tensor) and Need.CRITIC not in estimator.needs:
-        found = (found, batch.per_token(batch.scores))
-    if not (isinstance(found, tuple) and len(found) == 2):
+    result = estimator.attempt(batch)
+    if isinstance(result, Tensor) and Need.CRITIC not in estimator.needs:
+        result = (result, batch.per_token(batch.scores))
+    if not (isinstance(result, tuple) and len(result) == 2):
         raise ExtensionError(
-            f"{estimator.label}: it returned {describe(found)}: return (advantages, returns), two float tensors of "
+            f"{estimator.label}: it returned {describe(result)}: return (advantages, returns), two float tensors of "
             f"shape {[len(loss_mask)]} (that of batch.loss_mask); returns are what the critic should have predicted"
         )
     advantages, returns = (
-        _checked(estimator, batch, name, column) for name, column in zip(Advantages._fields, found, strict=True)
+        _checked(estimator, batch, name, column) for name, column in zip(Advantages._fields, result, strict=True)
     )
     return Advantages(advantages, returns)
 

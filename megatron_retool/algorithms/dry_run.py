@@ -140,8 +140,8 @@ def check_correction(correction: RolloutCorrectionSettings) -> None:
     sequence_ids, loss_mask, normal = _batch()
     train = -1.0 - 0.3 * normal().abs()
     rollout = train + 0.1 * normal()
-    found = correct_responses(train, rollout, loss_mask, sequence_ids, len(_LENGTHS), correction)
-    if not bool((torch.isfinite(found.importance_weights) & (found.importance_weights >= 0)).all()):
+    result = correct_responses(train, rollout, loss_mask, sequence_ids, len(_LENGTHS), correction)
+    if not bool((torch.isfinite(result.importance_weights) & (result.importance_weights >= 0)).all()):
         raise ExtensionError(
             f"algorithm.rollout_correction.mode={correction.mode}: a weight of a ratio near 1 is negative or not finite"
         )

@@ -41,10 +41,10 @@ def ranks_needed(tokens: npt.NDArray[Any], max_tokens: int, context: int) -> Int
     Returns:
         int64 [U].
     """
-    found = np.full(len(tokens), context, np.int64)
+    result = np.full(len(tokens), context, np.int64)
     for size in context_sizes(context):
-        found[tokens <= max_tokens * size // context] = size
-    return found
+        result[tokens <= max_tokens * size // context] = size
+    return result
 
 
 def place(sizes: Sequence[int], costs: Sequence[float], context: int) -> list[range]:
@@ -55,11 +55,11 @@ def place(sizes: Sequence[int], costs: Sequence[float], context: int) -> list[ra
         costs: of computing it on one rank.
     """
     counts, work = np.zeros(context, np.int64), np.zeros(context)
-    found = []
+    result = []
     for size, cost in zip(sizes, costs, strict=True):
         first = min(range(0, context, size), key=lambda rank: (counts[rank], work[rank : rank + size].max(), rank))
         ranks = range(first, first + size)
         counts[first : ranks.stop] += 1
         work[first : ranks.stop] += cost / size
-        found.append(ranks)
-    return found
+        result.append(ranks)
+    return result

@@ -79,8 +79,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: Extension[KL
     """
     penalty = estimator.attempt(log_probs, ref_log_probs)
     if not isinstance(penalty, Tensor) or penalty.shape != log_probs.shape:
-        found = list(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
-        raise ExtensionError(f"{estimator.label}: it returned {found} for {len(log_probs)} tokens: return a tensor [T]")
+        result = list(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
+        raise ExtensionError(
+            f"{estimator.label}: it returned {result} for {len(log_probs)} tokens: return a tensor [T]"
+        )
     return penalty
 
 

@@ -105,8 +105,8 @@ class LogProbComparison:
             medians = np.array([np.median(self._in_spreads[rows]) for rows, _, _ in parts])
             off = medians > CONTRAST * np.median(medians)
             if kind != "position" and off.any():
-                found = [part for part, is_off in zip(parts, off, strict=True) if is_off]
-                return ComparedPart(kind, min(first for _, first, _ in found), max(last for _, _, last in found))
+                result = [part for part, is_off in zip(parts, off, strict=True) if is_off]
+                return ComparedPart(kind, min(first for _, first, _ in result), max(last for _, _, last in result))
         first, later = self._in_spreads[:FIRST_TOKENS], self._in_spreads[FIRST_TOKENS:]
         if len(later) >= MIN_PART and np.median(later) > CONTRAST * np.median(first):
             return ComparedPart("position", self._onset(float(np.median(later)) / 2), len(self.ids) - 1)

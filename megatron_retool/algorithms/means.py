@@ -31,12 +31,12 @@ def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     counted, not at all: this is the mean over the items of all updates. Other numbers (a gradient's norm, a learning
     rate) belong to the update, and each update counts once.
     """
-    found = {}
+    result = {}
     for name in sorted({name for row in rows for name in row}):
         values = [row[name] for row in rows if name in row]
         weights = [value.over if isinstance(value, Mean) else 0.0 for value in values]
         if not any(weights):
             weights = [1.0] * len(values)
         counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-        found[name] = sum(value * weight for value, weight in counted) / sum(weights)
-    return found
+        result[name] = sum(value * weight for value, weight in counted) / sum(weights)
+    return result

@@ -316,16 +316,16 @@ def token_losses(inputs: PolicyLossInputs, loss: Extension[PolicyLoss]) -> Token
     Raises:
         ExtensionError: the loss raised, or returned something else.
     """
-    found = loss.attempt(inputs)
-    if isinstance(found, Tensor):
-        found = (found, {})
+    result = loss.attempt(inputs)
+    if isinstance(result, Tensor):
+        result = (result, {})
     tokens = tuple(inputs.log_probs.shape)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise ExtensionError(
-            f"{loss.label}: it returned {describe(found)}: return the loss of each token, a tensor of shape "
+            f"{loss.label}: it returned {describe(result)}: return the loss of each token, a tensor of shape "
             f"{list(tokens)} (that of inputs.log_probs), alone or with a dict of metrics: losses, {{name: tensor}}"
         )
-    losses, own = found
+    losses, own = result
     if not (isinstance(losses, Tensor) and tuple(losses.shape) == tokens and losses.is_floating_point()):
         raise ExtensionError(
             f"{loss.label}: the losses are {describe(losses)}: return one number for each token, a float tensor of "

@@ -122,7 +122,7 @@ def prefix_tree(sequences: Sequence[npt.NDArray[Any]], least_shared: int = LEAST
 
 
 def _flatten(root: _Node, count: int, least_shared: int) -> PrefixTree:
-    found: list[tuple[_Node, int]] = []
+    result: list[tuple[_Node, int]] = []
     last = np.zeros(count, np.int64)
 
     def give_short_ones_to_their_children(node: _Node) -> list[_Node]:
@@ -144,20 +144,20 @@ def _flatten(root: _Node, count: int, least_shared: int) -> PrefixTree:
     stack = [(child, -1) for child in give_short_ones_to_their_children(root)[::-1]]
     while stack:
         node, parent = stack.pop()
-        number = len(found)
-        found.append((node, parent))
+        number = len(result)
+        result.append((node, parent))
         last[node.sequences] = number
         stack.extend((child, number) for child in give_short_ones_to_their_children(node)[::-1])
-    depths = np.array([node.start for node, _ in found], np.int64)
-    lengths = np.array([node.end for node, _ in found], np.int64) - depths
+    depths = np.array([node.start for node, _ in result], np.int64)
+    lengths = np.array([node.end for node, _ in result], np.int64) - depths
     ends = np.cumsum(lengths)
-    parents = np.array([parent for _, parent in found], np.int64)
+    parents = np.array([parent for _, parent in result], np.int64)
     subtree_ends = ends.copy()
-    for number in range(len(found) - 1, -1, -1):
+    for number in range(len(result) - 1, -1, -1):
         parent = parents[number]
         if parent >= 0:
             subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[number])
-    sources = np.array([node.source for node, _ in found], np.int64)
+    sources = np.array([node.source for node, _ in result], np.int64)
     return PrefixTree(ends - lengths, ends, subtree_ends, depths, sources, last, parents)
 
 
@@ -250,8 +250,8 @@ def _cut_family(sequences: Sequence[npt.NDArray[Any]], units: list[list[int]], m
 
     def fits(rows: list[int]) -> bool:
         # A tree costs a walk over all tokens, and has no more of them than its sequences.
-        found = [sequences[row] for row in rows]
-        return sum(map(len, found)) <= max_tokens or prefix_tree(found).num_tokens <= max_tokens
+        result = [sequences[row] for row in rows]
+        return sum(map(len, result)) <= max_tokens or prefix_tree(result).num_tokens <= max_tokens
 
     whole = [row for rows in units for row in rows]
     if len(units) == 1 or fits(whole):

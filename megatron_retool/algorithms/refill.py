@@ -161,13 +161,13 @@ class Refill:
         """
         if not self._in_order:
             return [group_id for group_id in self._order if group_id in self._informative]
-        found, kept = [], 0
+        result, kept = [], 0
         for group_id in self._order:
             if kept == self.wanted or group_id not in self._informative:
                 break
-            found.append(group_id)
+            result.append(group_id)
             kept += self._informative[group_id]
-        return found
+        return result
 
     @property
     def batch(self) -> list[int]:

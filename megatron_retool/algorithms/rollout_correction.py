@@ -284,9 +284,9 @@ def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
     """The rule's statistic: [sampled] for rules about tokens, [num_sequences] for rules about responses."""
     if rule.quantity == "own":
         statistic = rejection_statistics.bind(rule.name, rule.kwargs)
-        found = statistic.attempt(units.difference, units.sequence_ids, units.num_sequences)
+        result = statistic.attempt(units.difference, units.sequence_ids, units.num_sequences)
         size = len(units) if rule.unit == "token" else units.num_sequences
-        return _checked(statistic, found, size, f"a number for each of {size} {rule.unit}s")
+        return _checked(statistic, result, size, f"a number for each of {size} {rule.unit}s")
     if rule.quantity == "ratio":
         level = "token" if rule.unit == "token" else ("geometric" if rule.reduction == "mean" else "sequence")
         return _exp(units.log_ratio(level))
@@ -332,8 +332,8 @@ def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings
         return torch.ones_like(units.difference), everything
     ratio = _exp(units.log_ratio(config.level))
     mode = weight_modes.bind(config.mode, config.mode_kwargs, settings=config)
-    found = mode.attempt(ratio)
-    weights, inside = found if isinstance(found, tuple) and len(found) == 2 else (found, torch.ones_like(ratio) > 0)
+    result = mode.attempt(ratio)
+    weights, inside = result if isinstance(result, tuple) and len(result) == 2 else (result, torch.ones_like(ratio) > 0)
     what = f"a weight for each of {len(ratio)} ratios"
     weights, inside = (_checked(mode, each, len(ratio), what) for each in (weights, inside))
     return units.per_token(config.level, weights.to(ratio.dtype)), units.per_token(config.level, inside.bool())

@@ -46,8 +46,8 @@ def cut_rollouts(
         rollout_ids: int64 [N] in [0, M), the rollout of each row.
         lengths: int64 [N], tokens of each row, padding included.
     """
-    found: npt.NDArray[np.bool_] = (np.bincount(rollout_ids) > 1) & (np.bincount(rollout_ids, lengths) > max_tokens)
-    return found
+    result: npt.NDArray[np.bool_] = (np.bincount(rollout_ids) > 1) & (np.bincount(rollout_ids, lengths) > max_tokens)
+    return result
 
 
 def balanced_partition(

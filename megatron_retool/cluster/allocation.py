@@ -145,21 +145,21 @@ def _warnings(
     per_node, nodes = cluster.gpus_per_node, cluster.nodes
     if not per_node:
         return []
-    found = []
+    result = []
     idle = nodes * per_node - needed
     if idle:
         knobs = "learner.world_size" if sft else "learner.world_size or rollout.engine.count"
-        found.append(f"{idle} of {nodes * per_node} GPUs stay idle: raise {knobs}, or ask for fewer nodes")
+        result.append(f"{idle} of {nodes * per_node} GPUs stay idle: raise {knobs}, or ask for fewer nodes")
     for key, size in (
         ("learner.tensor_model_parallel_size", learner.tensor_model_parallel_size),
         ("rollout.engine.tensor_parallel_size", 1 if sft else rollout.engine.tensor_parallel_size),
     ):
         if per_node % min(size, per_node) or size > per_node:
-            found.append(
+            result.append(
                 f"{key}={size} crosses nodes of {per_node} GPUs: tensor parallelism talks in every layer and belongs "
                 "inside a node"
             )
-    return found
+    return result
 
 
 def main(arguments: list[str] | None = None) -> int:

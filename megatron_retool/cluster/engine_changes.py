@@ -68,7 +68,7 @@ class EngineChanges:
         try:
             if request.add:
                 results = await asyncio.gather(*(self._add() for _ in range(request.add)), return_exceptions=True)
-                done += [found for found in results if isinstance(found, str)]
+                done += [result for result in results if isinstance(result, str)]
                 for error in results:
                     if isinstance(error, BaseException):
                         raise error
@@ -97,10 +97,10 @@ class EngineChanges:
 
     def _write(self) -> None:
         """Write engines.json where it would differ."""
-        found = []
+        result = []
         for number, url in self._engines.by_number.items():
             slot = self._engines.place(number)
-            found.append(RunEngine(number, url, slot.node, slot.gpus))
-        if found != self._written:
-            run_engines.write_engines(self._run_dir, found)
-            self._written = found
+            result.append(RunEngine(number, url, slot.node, slot.gpus))
+        if result != self._written:
+            run_engines.write_engines(self._run_dir, result)
+            self._written = result

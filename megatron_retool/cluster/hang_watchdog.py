@@ -172,9 +172,9 @@ def write_driver_stacks(file: TextIO, loop: asyncio.AbstractEventLoop) -> None:
 
 def write_process_stacks(file: TextIO, root: psutil.Process) -> None:
     """Stacks of every Python process below ``root``, one section each, as py-spy sees them."""
-    found = [process for process in root.children(recursive=True) if _is_python(process)]
+    result = [process for process in root.children(recursive=True) if _is_python(process)]
     with ThreadPoolExecutor(4) as pool:
-        for process, text in zip(found, pool.map(lambda process: py_spy_dump(process.pid), found), strict=True):
+        for process, text in zip(result, pool.map(lambda process: py_spy_dump(process.pid), result), strict=True):
             file.write(f"\n===== process {process.pid}: {_command(process)}\n{text}\n")
             file.flush()
 
@@ -209,13 +209,13 @@ def ray_node_stacks(node_ids: Sequence[str], timeout_seconds: float = 120.0) -> 
         for node in node_ids
     ]
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_seconds)
-    found = []
+    result = []
     for node, call in zip(node_ids, calls, strict=True):
         try:
-            found.append(ray.get(call) if call in ready else (node, f"no answer in {timeout_seconds:.0f} s\n"))
+            result.append(ray.get(call) if call in ready else (node, f"no answer in {timeout_seconds:.0f} s\n"))
         except Exception as error:
-            found.append((node, f"{error}\n"))
-    return found
+            result.append((node, f"{error}\n"))
+    return result
 
 
 def _below_ray() -> tuple[str, str]:

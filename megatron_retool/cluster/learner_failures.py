@@ -52,8 +52,8 @@ def severity(error: BaseException) -> Severity:
 def failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:
     """(rank, error) of the calls that failed, the most telling first."""
     errors = [(rank, task.exception()) for rank, task in enumerate(tasks) if task.done() and not task.cancelled()]
-    found = [(rank, error) for rank, error in errors if error is not None]
-    return sorted(found, key=lambda pair: severity(pair[1]))
+    result = [(rank, error) for rank, error in errors if error is not None]
+    return sorted(result, key=lambda pair: severity(pair[1]))
 
 
 def in_one_line(error: BaseException) -> str:

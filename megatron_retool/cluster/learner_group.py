@@ -208,13 +208,13 @@ class LearnerGroup:
         self, run: str, sequences: list[TargetSequence], loss: TokenLoss, *, forward_only: bool = False
     ) -> TokenOutputs:
         """Add the gradient of a loss, summed over all targets; ``forward_only``: only its outputs."""
-        found: TokenOutputs = await self._of_runs("accumulate", run, sequences, loss, forward_only=forward_only)
-        return found
+        result: TokenOutputs = await self._of_runs("accumulate", run, sequences, loss, forward_only=forward_only)
+        return result
 
     async def apply(self, run: str, step: OptimizerStep) -> dict[str, float]:
         """One optimizer step on what was accumulated: grad_norm, lr, and skipped as ``Learner.apply`` says."""
-        found: dict[str, float] = await self._of_runs("apply", run, step)
-        return found
+        result: dict[str, float] = await self._of_runs("apply", run, step)
+        return result
 
     async def save_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None:
         """Write peft's files, and what ``load_run`` continues from in any layout."""
@@ -244,7 +244,7 @@ class LearnerGroup:
 
     async def end_profile(self) -> list[RankProfile]:
         """What they recorded."""
-        return [found for found in await self._on_all_ranks(LearnerWorker.end_profile) if found is not None]
+        return [result for result in await self._on_all_ranks(LearnerWorker.end_profile) if result is not None]
 
     async def _on_all_ranks(
         self,

@@ -118,14 +118,14 @@ class LearnerWorker:
     def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
         """``Learner.log_probs``; None on other ranks than the first."""
         with self._phase(Phase.REFERENCE if reference else Phase.OLD_LOG_PROB):
-            found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
-        return found if self.rank == 0 else None
+            result = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
+        return result if self.rank == 0 else None
 
     def values(self, batch: TrajectoryBatch) -> FloatArray | None:
         """``Learner.values``; None on other ranks than the first."""
         with self._phase(Phase.VALUES):
-            found = self.learner.values(batch)
-        return found if self.rank == 0 else None
+            result = self.learner.values(batch)
+        return result if self.rank == 0 else None
 
     def update(self, batch: TrajectoryBatch, sampling: SamplingSettings, kl_in_loss: float | None = None) -> Updated:
         """``Learner.update``, and the rank's own seconds."""
@@ -138,10 +138,10 @@ class LearnerWorker:
     ) -> tuple[FusedUpdate | None, float]:
         """``Learner.update_fused``, and the rank's own seconds."""
         with self._phase(Phase.UPDATE_ACTOR):
-            found = self.learner.update_fused(
+            result = self.learner.update_fused(
                 _arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss, step_without_loss=step_without_loss
             )
-        return (found if self.rank == 0 else None), self.learner.own_seconds
+        return (result if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
         """``Learner.update_critic``, and the rank's own seconds."""
@@ -160,12 +160,12 @@ class LearnerWorker:
         try:
             if self.runs is None:
                 self.runs = AdapterRuns(self.learner)
-            found = getattr(self.runs, method)(*arguments, **options)
+            result = getattr(self.runs, method)(*arguments, **options)
         except (RequestRefused, ConfigError, SaveError) as refusal:
             return refusal
         except Exception as error:
             raise OutOfStep(f"{method} failed: {type(error).__name__}: {error}") from error
-        return found if self.rank == 0 else None
+        return result if self.rank == 0 else None
 
     def peak_memory(self) -> dict[str, float]:
         """perf/* of this rank's device since the last call."""

@@ -110,8 +110,8 @@ class LogProbCheck:
                 self._ids = fixed_text(
                     self._tokenizer, vocabulary_size(self._config.model, self._tokenizer), self._length()
                 )
-            found = await learner.log_probs(as_batch(self._ids), sampling=SamplingSettings())
-            self._learner_log_probs = found["log_probs"]
+            result = await learner.log_probs(as_batch(self._ids), sampling=SamplingSettings())
+            self._learner_log_probs = result["log_probs"]
 
     async def compare(self) -> None:
         """Score the text by the engines that ``score_by`` found, and compare.
@@ -164,11 +164,11 @@ class LogProbCheck:
                 self._warn(f"{url} cannot score a text (its client has no score): its log-probs are not compared")
                 return None
             try:
-                found: list[float] = await score(self._ids)
+                result: list[float] = await score(self._ids)
             except EngineClientError as error:
                 self._warn(f"log-probs of this engine are not compared with the learner's: {error}")
                 return None
-            return found
+            return result
 
     def _warn(self, text: str) -> None:
         self._console.print(text, style="yellow", markup=False)

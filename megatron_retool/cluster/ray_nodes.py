@@ -23,15 +23,15 @@ def problems(expected: Sequence[str], nodes: Sequence[Mapping[str, Any]], gpus_p
         gpus_per_node: GPUs that each node must offer.
     """
     alive = {node["NodeName"]: node for node in nodes if node["Alive"]}
-    found = []
+    result = []
     for name in expected:
         if name not in alive:
-            found.append(f"{name} has not joined Ray")
+            result.append(f"{name} has not joined Ray")
             continue
         gpus = int(alive[name]["Resources"].get("GPU", 0))
         if gpus < gpus_per_node:
-            found.append(f"{name} offers {gpus} GPUs to Ray, {gpus_per_node} are needed")
-    return found
+            result.append(f"{name} offers {gpus} GPUs to Ray, {gpus_per_node} are needed")
+    return result
 
 
 def wait_for_nodes(

@@ -111,21 +111,21 @@ def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
 
 
 def _ray_servers() -> list[psutil.Process]:
-    found = []
+    result = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             if child.name() in RAY_SERVERS:
-                found.append(child)
-    return found
+                result.append(child)
+    return result
 
 
 def _ray_agents() -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if " ".join(process.cmdline()).startswith(RAY_AGENTS):
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 @contextmanager

@@ -24,8 +24,8 @@ async def end_stopped_processes(console: Console) -> None:
     seen: Counter[psutil.Process] = Counter()
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        found = await asyncio.to_thread(_stopped)
-        seen = Counter({process: seen[process] + 1 for process in found})
+        result = await asyncio.to_thread(_stopped)
+        seen = Counter({process: seen[process] + 1 for process in result})
         for process in [process for process, looks in seen.items() if looks >= STOPPED_LOOKS]:
             with contextlib.suppress(psutil.Error):
                 text = f"process {process.pid} ({process.name()}) was stopped and not continued: ending it"
@@ -34,10 +34,10 @@ async def end_stopped_processes(console: Console) -> None:
 
 
 def _stopped() -> list[psutil.Process]:
-    found = []
+    result = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             # A debugger's stop is another state.
             if process.status() == psutil.STATUS_STOPPED:
-                found.append(process)
-    return found
+                result.append(process)
+    return result

@@ -78,7 +78,7 @@ class Teachers:
             ConfigError: no teacher teaches a row's data source.
             TeacherFailure: a teacher fails again and again.
         """
-        found = np.zeros(batch.num_response_tokens, np.float32)
+        result = np.zeros(batch.num_response_tokens, np.float32)
         starts = np.cumsum(batch.response_lengths) - batch.response_lengths
         prompts = np.split(batch.prompt_ids, np.cumsum(batch.prompt_lengths)[:-1])
 
@@ -90,7 +90,7 @@ class Teachers:
             ids = [*prompts[row].tolist(), *batch.response_ids[part][: sampled[-1] + 1].tolist()]
             start = len(prompts[row]) + int(sampled[0])
             scores = await self._teachers[self._config.teacher_of(data_sources[row])].score(ids, start)
-            found[part][sampled] = np.asarray(scores, np.float32)[sampled - sampled[0]]
+            result[part][sampled] = np.asarray(scores, np.float32)[sampled - sampled[0]]
 
         tasks = [asyncio.ensure_future(score(row)) for row in range(len(batch))]
         try:
@@ -98,7 +98,7 @@ class Teachers:
         finally:
             for task in tasks:
                 task.cancel()
-        return found
+        return result
 
 
 def check_teacher_files(config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
@@ -155,8 +155,8 @@ class TeacherClient:
         """
         async with self._places:
             request = ScoreRequest(ids, start)
-            found = await self._asked("score", functools.partial(self.client.score_text, request))
-        scores: list[float] = found.log_probs
+            result = await self._asked("score", functools.partial(self.client.score_text, request))
+        scores: list[float] = result.log_probs
         if len(scores) != len(ids) - start or not np.isfinite(scores).all():
             raise TeacherFailure(
                 f"the teacher {self.settings.url} gave {len(scores)} log-probs of {len(ids) - start} tokens, or one "
@@ -172,13 +172,13 @@ class TeacherClient:
         """
         async with self._places:
             request = ScoreRequest(ids, start, likeliest=count)
-            found: ScoredText = await self._asked("score", functools.partial(self.client.score_text, request))
-        if len(found.likeliest) != len(ids) - start:
+            result: ScoredText = await self._asked("score", functools.partial(self.client.score_text, request))
+        if len(result.likeliest) != len(ids) - start:
             raise TeacherFailure(
-                f"the teacher {self.settings.url} gave the likeliest tokens of {len(found.likeliest)} places of "
+                f"the teacher {self.settings.url} gave the likeliest tokens of {len(result.likeliest)} places of "
                 f"{len(ids) - start}"
             )
-        return found.likeliest
+        return result.likeliest
 
     async def check_tokenizer(self, encode: Callable[[str], list[int]]) -> None:
         """See ``Teachers``."""

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.reports import operators
 
     with interrupts(), console.status("starting") as status:
-        found = operators.report(
+        result = operators.report(
             operators.model_directory(options.model),
             dtype=options.dtype,
             round_to=options.round_to,
@@ -54,8 +54,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             only=options.operator,
             on_round=lambda done, of: status.update(f"{done} of {of} engines asked"),
         )
-    console.print(operators.table(found))
+    console.print(operators.table(result))
     if options.output is not None:
-        operators.write(found, options.output)
+        operators.write(result, options.output)
         console.print(f"wrote {options.output}")
     return 0

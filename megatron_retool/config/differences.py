@@ -36,13 +36,13 @@ def changed_settings(path: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 
 def _plain(config: Config) -> dict[str, Any]:
     """Every setting that holds no further ones, by its dotted key, as YAML types."""
-    found = {}
+    result = {}
     for key, _, value in walk(config):
         if not dataclasses.is_dataclass(value) and "[" not in key:
             elements = value if isinstance(value, list) else []
             plain = [dataclasses.asdict(e) if hasattr(e, "__dataclass_fields__") else e for e in elements] or value
-            found[key] = without_secrets(plain)
-    return found
+            result[key] = without_secrets(plain)
+    return result
 
 
 def _value_at(node: Any, key: str, default: Any) -> Any:

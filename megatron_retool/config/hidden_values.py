@@ -32,9 +32,9 @@ class FromEnvironment(str):
 
     def __new__(cls, value: str, source: str) -> FromEnvironment:
         """A text that knows what the configuration says in its place."""
-        found = super().__new__(cls, value)
-        found.source = source
-        return found
+        result = super().__new__(cls, value)
+        result.source = source
+        return result
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
         return str(self), self.source
@@ -47,8 +47,8 @@ def marked(resolved: Any, written: Any) -> Any:
         written: the same settings with their ``${…}``.
     """
     secrets: dict[str, FromEnvironment] = {}
-    found = _marked(resolved, written, secrets)
-    return _marked_copies(found, written, secrets) if secrets else found
+    result = _marked(resolved, written, secrets)
+    return _marked_copies(result, written, secrets) if secrets else result
 
 
 def _marked(resolved: Any, written: Any, secrets: dict[str, FromEnvironment]) -> Any:

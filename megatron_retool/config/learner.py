@@ -155,11 +155,11 @@ class LoraConfig:
             return
         said = f"learner.lora.path={self.path}"
         try:
-            found = read_peft_config(self.path)
+            result = read_peft_config(self.path)
         except PeftFilesError as error:
             raise ConfigError(f"{said}: {error}") from error
         for name in ("rank", "alpha"):
-            theirs, own = getattr(found, name), getattr(self, name)
+            theirs, own = getattr(result, name), getattr(self, name)
             if theirs != own:
                 raise ConfigError(
                     f"{said} has {name} {theirs:g}: set learner.lora.{name}={theirs:g} in place of {own:g}"

@@ -187,9 +187,9 @@ def _anchored(node: Any, directory: Path) -> Any:
     match = _FILE_AND_OBJECT.fullmatch(node) if isinstance(node, str) else None
     if match is not None and not Path(match["file"]).is_absolute():
         places = [base / match["file"] for base in (directory, Path.cwd())]
-        found = next((place for place in places if place.is_file()), None)
-        if found is not None:
-            return f"{found.resolve()}{node[match.end('file') :]}"
+        result = next((place for place in places if place.is_file()), None)
+        if result is not None:
+            return f"{result.resolve()}{node[match.end('file') :]}"
     return node
 
 
@@ -206,9 +206,9 @@ def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
     for name in settings:
         if name not in known:
             raise ConfigError(f"{key}.{name} is unknown; the settings are {', '.join(known)}")
-    found = _built(section, fitted(settings, type(section), root=Config, prefix=f"{key}."))
-    check_values(found, f"{key}.")
-    return found
+    result = _built(section, fitted(settings, type(section), root=Config, prefix=f"{key}."))
+    check_values(result, f"{key}.")
+    return result
 
 
 def save_config(config: Config, path: str | Path, secrets: bool = False) -> None:

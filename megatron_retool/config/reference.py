@@ -192,9 +192,9 @@ def _names() -> dict[str, set[str]]:
             room = parts[1].removesuffix(".py") if package == "megatron_retool" else package
             room = "commands" if room == "__main__" else room
             if room not in ("config", "fields", "registry", "from_verl", "doctor"):
-                text, found = file.read_text(encoding="utf-8"), names.setdefault(room, set())
-                found.update(re.findall(r"\w+", text))
-                found.update(re.findall(r"\w+:(?= )", text))
-                found.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))
-                found.update(map(".".join, re.findall(r"(\w+)(?:\[\w+\])?\.(?=(\w+))", text)))
+                text, result = file.read_text(encoding="utf-8"), names.setdefault(room, set())
+                result.update(re.findall(r"\w+", text))
+                result.update(re.findall(r"\w+:(?= )", text))
+                result.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))
+                result.update(map(".".join, re.findall(r"(\w+)(?:\[\w+\])?\.(?=(\w+))", text)))
     return names

@@ -155,9 +155,9 @@ def check_text(value: Any, path: str | Path, row: int, column: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        found = error.object[error.start]
+        result = error.object[error.start]
         raise DataError(
-            f"{path}, row {row}, column {column!r}: the text holds half of a surrogate pair ({found!r}), which is no "
+            f"{path}, row {row}, column {column!r}: the text holds half of a surrogate pair ({result!r}), which is no "
             "character: take it out"
         ) from error
 

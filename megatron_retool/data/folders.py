@@ -50,8 +50,8 @@ def data_files(source: str) -> list[str]:
     groups: dict[tuple[str, str], list[Path]] = {}
     for file in files:
         below = file.relative_to(path)
-        found = _SPLIT.search(below.stem.lower())
-        groups.setdefault((below.parent.as_posix(), found[1] if found else ""), []).append(file)
+        result = _SPLIT.search(below.stem.lower())
+        groups.setdefault((below.parent.as_posix(), result[1] if result else ""), []).append(file)
     if len(groups) > 1:
         choices = [_pattern(path, group) for group in groups.values()]
         more = f" and {len(choices) - _SHOWN} more" if len(choices) > _SHOWN else ""
@@ -71,7 +71,7 @@ def _matching(path: Path) -> list[Path]:
 
 def _files_below(folder: Path) -> list[Path]:
     """Its data files, of one kind, by name."""
-    found: dict[str, list[Path]] = {suffix: [] for suffix in SUFFIXES}
+    result: dict[str, list[Path]] = {suffix: [] for suffix in SUFFIXES}
     seen = 0
     for directory, directories, names in os.walk(folder):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -80,10 +80,10 @@ def _files_below(folder: Path) -> list[Path]:
             raise DataError(f"{folder} holds more than {MOST_FILES} files: name the folder of the data set itself")
         for name in sorted(names):
             file = Path(directory) / name
-            if name.startswith(".") or file.suffix not in found or _DESCRIPTIONS.fullmatch(name):
+            if name.startswith(".") or file.suffix not in result or _DESCRIPTIONS.fullmatch(name):
                 continue
-            found[file.suffix].append(file)
-    kinds = [suffix for suffix in SUFFIXES if found[suffix]]
+            result[file.suffix].append(file)
+    kinds = [suffix for suffix in SUFFIXES if result[suffix]]
     if len(kinds) > 1 and ".json" in kinds:
         kinds.remove(".json")  # descriptions of the data, beside it
     if len(kinds) > 1:
@@ -91,7 +91,7 @@ def _files_below(folder: Path) -> list[Path]:
             f"{folder} holds {' and '.join(kinds)} files, which may say the same: name the files, or "
             f"{folder}/…/*{kinds[0]}"
         )
-    return found[kinds[0]] if kinds else []
+    return result[kinds[0]] if kinds else []
 
 
 def _pattern(folder: Path, group: Sequence[Path]) -> str:
@@ -117,8 +117,8 @@ def _what_it_holds(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "the folder holds a model, where a file or folder of .parquet, .jsonl or .json files is expected"
     kinds = sorted({file.suffix for file in folder.iterdir() if file.is_file() and file.suffix})
-    found = f", and has {', '.join(kinds[:_SHOWN])}" if kinds else ""
-    return f"the folder holds no .parquet, .jsonl or .json file{found}: name one that does"
+    result = f", and has {', '.join(kinds[:_SHOWN])}" if kinds else ""
+    return f"the folder holds no .parquet, .jsonl or .json file{result}: name one that does"
 
 
 def _hint(source: str) -> str:

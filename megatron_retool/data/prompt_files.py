@@ -240,8 +240,8 @@ def other_keys(batch: pa.RecordBatch, prompt_key: str) -> list[str]:
     joined = pc.binary_join_element_wise(
         *texts, pa.scalar("\x1f", pa.large_string()), null_handling="replace", null_replacement="\x00"
     )
-    found: list[str] = joined.to_pylist()
-    return found
+    result: list[str] = joined.to_pylist()
+    return result
 
 
 def _as_text(leaf: pa.Array) -> pa.Array:
@@ -316,13 +316,13 @@ def _written_messages(text: str) -> list[Any] | None:
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
-        found = load_json(text, finite=False)
+        result = load_json(text, finite=False)
     except ValueError:
         return None
-    if isinstance(found, dict):
-        found = found.get("messages")
-    if isinstance(found, list) and found and isinstance(found[0], dict) and "role" in found[0]:
-        return found
+    if isinstance(result, dict):
+        result = result.get("messages")
+    if isinstance(result, list) and result and isinstance(result[0], dict) and "role" in result[0]:
+        return result
     return None
 
 
@@ -407,9 +407,9 @@ def _is_choice(value: Any) -> bool:
 def _competition_name(source: str) -> str:
     """``aime_2025`` for files such as AIME2025-I.jsonl or aime-2025/test.parquet; otherwise the file's name."""
     for part in reversed(Path(source).parts[-3:]):
-        found = re.search(r"aime\D{0,3}(20\d\d|\d\d)(?!\d)", part.lower())
-        if found:
-            year = found[1]
+        result = re.search(r"aime\D{0,3}(20\d\d|\d\d)(?!\d)", part.lower())
+        if result:
+            year = result[1]
             return f"aime_{year if len(year) == 4 else '20' + year}"
     return Path(source).stem
 

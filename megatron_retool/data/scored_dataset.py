@@ -187,8 +187,8 @@ def _together(kept: Sequence[_Scored], batch: TrajectoryBatch) -> TopTokens:
     for scored, prompt, response in zip(kept, batch.prompt_lengths, batch.response_lengths, strict=True):
         first = int(prompt) - scored.prompt_length
         for number in range(first, first + int(response)):
-            found = len(scored.ids[number])
-            ids[place, :found] = scored.ids[number]
-            log_probs[place, :found] = scored.log_probs[number]
+            result = len(scored.ids[number])
+            ids[place, :result] = scored.ids[number]
+            log_probs[place, :result] = scored.log_probs[number]
             place += 1
     return TopTokens(ids, log_probs)

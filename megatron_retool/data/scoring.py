@@ -158,11 +158,11 @@ async def _scored(row: dict[str, Any], teacher: Teacher, top_k: int) -> dict[str
     trained = [place for place, taken in enumerate(row[MASK]) if taken]
     first, end = trained[0], trained[-1] + 1
     ids = [*row["prompt_ids"], *row["response_ids"][:end]]
-    found = await teacher.likeliest(ids, len(row["prompt_ids"]) + first, min(top_k, MOST_TOKENS))
+    result = await teacher.likeliest(ids, len(row["prompt_ids"]) + first, min(top_k, MOST_TOKENS))
     ids_of: list[list[int]] = [[] for _ in row["response_ids"]]
     log_probs_of: list[list[float]] = [[] for _ in row["response_ids"]]
     for place in trained:
-        likeliest = found[place - first]
+        likeliest = result[place - first]
         ids_of[place] = [token for token, _ in likeliest]
         log_probs_of[place] = [min(log_prob, 0.0) for _, log_prob in likeliest]
     return {**row, "top_ids": ids_of, "top_log_probs": log_probs_of}

@@ -67,10 +67,10 @@ def check_tokenizer_files(model: ModelConfig) -> None:
         if not file.is_file():
             continue
         try:
-            found = load_json(file.read_bytes(), finite=False)
+            result = load_json(file.read_bytes(), finite=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key}={directory}: {name} cannot be read: {error}: fetch it again") from None
-        if not isinstance(found, dict) or (part is not None and not isinstance(found.get(part), dict)):
+        if not isinstance(result, dict) or (part is not None and not isinstance(result.get(part), dict)):
             raise ConfigError(f"{key}={directory}: {name} is not that of a tokenizer: fetch it again")
     _check_template(key, directory)
 
@@ -148,7 +148,7 @@ def _token_ids(model: Any) -> list[tuple[str, int]]:
 def _mapping(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty: there is none, or it is damaged."""
     try:
-        found = load_json(path.read_bytes(), finite=False)
+        result = load_json(path.read_bytes(), finite=False)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

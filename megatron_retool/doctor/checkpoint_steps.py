@@ -34,8 +34,8 @@ def checkpoint(session: DoctorSession) -> list[StepFigure]:
     for label, kind in layouts.items():
         overrides = ["learner.world_size=2", f"learner.{kind}_model_parallel_size=2"]
         other = learner_config(session, model.DENSE, f"learner.dtype={dtype}", *_SCHEDULE, *overrides)
-        found = run_ranks(session, _resume, 2, other, directory)
-        figures += _compared(label, found, expected["after"], _ANOTHER_LAYOUT[dtype])
+        result = run_ranks(session, _resume, 2, other, directory)
+        figures += _compared(label, result, expected["after"], _ANOTHER_LAYOUT[dtype])
     return figures
 
 
@@ -52,9 +52,9 @@ def _train_and_save(config: Config, directory: Path) -> dict[str, Any]:
 def _resume(config: Config, directory: Path) -> list[dict[str, float]]:
     learner = make_learner(config)
     learner.load(directory)
-    found = [learner.sft_update(model.mini_batch()) for _ in range(_STEPS_AFTER)]
+    result = [learner.sft_update(model.mini_batch()) for _ in range(_STEPS_AFTER)]
     learner.close()
-    return found
+    return result
 
 
 def _compared(

@@ -188,13 +188,13 @@ def engine(session: DoctorSession) -> tuple[list[StepFigure], SGLangServer]:
     async def generate(client: SGLangClient) -> Any:
         return await client.generate(request)
 
-    found = ask(server.base_url, generate)
+    result = ask(server.base_url, generate)
     path = _address_file(session)
     path.touch(mode=0o600)
     path.write_text(json.dumps([server.base_url, engine_key()]), encoding="utf-8")
     return [
         StepFigure("start", started, "s"),
-        StepFigure("sampled tokens", len(found.output_ids), at_least=16),
+        StepFigure("sampled tokens", len(result.output_ids), at_least=16),
     ], server
 
 
@@ -261,17 +261,17 @@ def replay(session: DoctorSession) -> list[StepFigure]:
     """Responses that the engine samples, read by the learner with the engine's experts."""
     config = engine_config(session, model.EXPERTS)
     batch = asyncio.run(_sample(config, engine_url(session)))
-    found = make_learner(config).log_probs(batch)
+    result = make_learner(config).log_probs(batch)
     mask = batch.loss_mask
     ids = [0, *batch.response_ids[mask].tolist()]
-    comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], found["log_probs"][mask])
+    comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], result["log_probs"][mask])
     bound = default_bound(config)
     return [
         StepFigure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
         StepFigure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
         StepFigure("log-probs, largest difference", comparison.max, "nats"),
         # Each response's last token was no input of the engine.
-        StepFigure("tokens without experts", found["metrics"]["routing_replay/missing_rows"], at_most=0.05),
+        StepFigure("tokens without experts", result["metrics"]["routing_replay/missing_rows"], at_most=0.05),
     ]
 
 

@@ -32,11 +32,11 @@ def operators(session: DoctorSession) -> list[StepFigure]:
     float64."""
     figures = []
     for name, operator, reference, rows in _cases(torch.device(session.device)):
-        found, exact = operator(slice(None)), reference()
+        result, exact = operator(slice(None)), reference()
         single = (0, rows // 2, rows - 1)
         by_itself = torch.cat([operator(slice(row, row + 1)) for row in single])
-        apart = (found[list(single)].double() - by_itself.double()).abs().max()
-        far = (found.double() - exact).abs().max() / exact.abs().max()
+        apart = (result[list(single)].double() - by_itself.double()).abs().max()
+        far = (result.double() - exact).abs().max() / exact.abs().max()
         figures.append(StepFigure(f"{name}: a row by itself, largest difference", float(apart), at_most=0.0))
         figures.append(StepFigure(f"{name}: against float64, of the largest", float(far), at_most=_ROUNDED))
     return figures

@@ -79,16 +79,16 @@ def versions(session: DoctorSession) -> list[StepFigure]:
 def read_pins(text: str) -> Iterator[tuple[str, str]]:
     """Name and version of each pinned line of a requirements file."""
     for line in text.splitlines():
-        if found := _PIN.match(line.strip()):
-            yield found[1], found[2]
+        if result := _PIN.match(line.strip()):
+            yield result[1], result[2]
 
 
 def differing(pins: dict[str, str]) -> list[str]:
     """Those whose installed version is another, in words. What a build adds to a version (+cu130) does not count."""
-    found = {name: installed(name) for name in pins}
+    result = {name: installed(name) for name in pins}
     return [
         f"{name} {version or 'is missing'} (pinned: {pins[name]})"
-        for name, version in found.items()
+        for name, version in result.items()
         if version is None or version.partition("+")[0] != pins[name]
     ]
 

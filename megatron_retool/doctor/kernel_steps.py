@@ -70,13 +70,13 @@ def boundaries() -> list[int]:
 
 def torch_kernels(session: DoctorSession) -> list[StepFigure]:
     """torch's own matrix products, softmax and attention against float64."""
-    found = Comparison(session.device)
+    result = Comparison(session.device)
     for dtype, bound in ((torch.float32, FP32), (torch.bfloat16, BF16)):
         name = str(dtype).removeprefix("torch.")
-        a, b = found.random(TOKENS, HIDDEN, dtype=dtype), found.random(HIDDEN, OUT, dtype=dtype)
-        query, key, value = (found.random(1, HEADS, LENGTHS[2], HEAD_DIM, dtype=dtype) for _ in range(3))
-        found.check(f"matrix product, {name}", lambda: a @ b, lambda: a.double() @ b.double(), bound)  # noqa: B023
-        found.check(f"softmax, {name}", lambda: b.log_softmax(-1), lambda: b.double().log_softmax(-1), bound)  # noqa: B023
+        a, b = result.random(TOKENS, HIDDEN, dtype=dtype), result.random(HIDDEN, OUT, dtype=dtype)
+        query, key, value = (result.random(1, HEADS, LENGTHS[2], HEAD_DIM, dtype=dtype) for _ in range(3))
+        result.check(f"matrix product, {name}", lambda: a @ b, lambda: a.double() @ b.double(), bound)  # noqa: B023
+        result.check(f"softmax, {name}", lambda: b.log_softmax(-1), lambda: b.double().log_softmax(-1), bound)  # noqa: B023
 
         def plain() -> Tensor:
             q, k, v = (each.double() for each in (query, key, value))  # noqa: B023
@@ -85,13 +85,13 @@ def torch_kernels(session: DoctorSession) -> list[StepFigure]:
             )
             return scores.softmax(-1) @ v
 
-        found.check(
+        result.check(
             f"attention, {name}",
             lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
             plain,
             bound,
         )
-    return found.figures
+    return result.figures
 
 
 def transformer_engine(session: DoctorSession) -> list[StepFigure]:
@@ -100,41 +100,41 @@ def transformer_engine(session: DoctorSession) -> list[StepFigure]:
     need("transformer_engine", "transformer-engine")
     import transformer_engine.pytorch as te
 
-    found, dtype = Comparison(session.device), torch.bfloat16
-    hidden = found.random(TOKENS, HIDDEN, dtype=dtype)
+    result, dtype = Comparison(session.device), torch.bfloat16
+    hidden = result.random(TOKENS, HIDDEN, dtype=dtype)
     options = {"params_dtype": dtype, "device": session.device}
 
     linear = te.Linear(HIDDEN, OUT, bias=False, **options)
-    found.check("Linear", lambda: linear(hidden), lambda: hidden.double() @ linear.weight.double().T, BF16)
-    found.check(
+    result.check("Linear", lambda: linear(hidden), lambda: hidden.double() @ linear.weight.double().T, BF16)
+    result.check(
         "Linear, gradient of its weight",
         lambda: _gradient(linear.weight, linear(hidden)),
         lambda: torch.ones(OUT, TOKENS, dtype=torch.float64, device=hidden.device) @ hidden.double(),
         BF16,
     )
     norm = te.RMSNorm(HIDDEN, eps=1e-6, dtype=dtype, device=session.device)
-    found.check("RMSNorm", lambda: norm(hidden), lambda: _normed(hidden), BF16)
+    result.check("RMSNorm", lambda: norm(hidden), lambda: _normed(hidden), BF16)
     both = te.LayerNormLinear(HIDDEN, OUT, bias=False, normalization="RMSNorm", eps=1e-6, **options)
-    found.check("LayerNormLinear", lambda: both(hidden), lambda: _normed(hidden) @ both.weight.double().T, BF16)
+    result.check("LayerNormLinear", lambda: both(hidden), lambda: _normed(hidden) @ both.weight.double().T, BF16)
     splits = [TOKENS // 4, TOKENS // 2, TOKENS // 4]
     grouped = te.GroupedLinear(len(splits), HIDDEN, OUT, bias=False, **options)
     weights = [getattr(grouped, f"weight{index}") for index in range(len(splits))]
-    found.check(
+    result.check(
         "GroupedLinear",
         lambda: grouped(hidden, splits),
         lambda: torch.cat([p.double() @ w.double().T for p, w in zip(hidden.split(splits), weights, strict=True)]),
         BF16,
     )
-    _check_packed_attention(found, "DotProductAttention, packed", transformer_engine_attention)
+    _check_packed_attention(result, "DotProductAttention, packed", transformer_engine_attention)
     kernel = attention_kernel()
     fused = StepFigure(f"fused attention ({kernel})", float(kernel != UNFUSED), at_least=1.0)
-    found.check(
+    result.check(
         "FusedAdam",
         lambda: _after_adam(te.optimizers.FusedAdam, hidden),
         lambda: _after_adam(torch.optim.AdamW, hidden),
         FP32,
     )
-    return [StepFigure("transformer-engine", str(installed("transformer-engine"))), *found.figures, fused]
+    return [StepFigure("transformer-engine", str(installed("transformer-engine"))), *result.figures, fused]
 
 
 def transformer_engine_attention(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
@@ -159,9 +159,9 @@ def flash_attn(session: DoctorSession) -> list[StepFigure]:
         output: Tensor = flash_attn_varlen_func(query, key, value, places, places, longest, longest, causal=True)
         return output
 
-    found = Comparison(session.device)
-    _check_packed_attention(found, "packed causal attention", attend)
-    return [StepFigure("flash-attn", str(installed("flash-attn"))), *found.figures]
+    result = Comparison(session.device)
+    _check_packed_attention(result, "packed causal attention", attend)
+    return [StepFigure("flash-attn", str(installed("flash-attn"))), *result.figures]
 
 
 def apex(session: DoctorSession) -> list[StepFigure]:
@@ -170,17 +170,17 @@ def apex(session: DoctorSession) -> list[StepFigure]:
     need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
     import fused_weight_gradient_mlp_cuda
 
-    found = Comparison(session.device)
-    hidden, above = (found.random(TOKENS, size, dtype=torch.bfloat16) for size in (HIDDEN, OUT))
-    main = found.random(OUT, HIDDEN, dtype=torch.float32)
+    result = Comparison(session.device)
+    hidden, above = (result.random(TOKENS, size, dtype=torch.bfloat16) for size in (HIDDEN, OUT))
+    main = result.random(OUT, HIDDEN, dtype=torch.float32)
 
     def added() -> Tensor:
         gradient = main.clone()
         fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(hidden, above, gradient)
         return gradient
 
-    found.check("weight gradient added", added, lambda: main.double() + above.double().T @ hidden.double(), TF32)
-    return found.figures
+    result.check("weight gradient added", added, lambda: main.double() + above.double().T @ hidden.double(), TF32)
+    return result.figures
 
 
 def need(module: str, package: str) -> None:

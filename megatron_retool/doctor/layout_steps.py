@@ -63,8 +63,8 @@ def _layout(session: DoctorSession, kind: str, sizes: Callable[[int], list[str]]
     overrides = [f"learner.dtype={dtype}", f"learner.world_size={ranks}", *names]
     reference = read_reference(session, kind)
     config = learner_config(session, kind, *overrides)
-    found = run_ranks(session, measure, ranks, config, model.mini_batch(), reference)
-    return [StepFigure("ranks", ranks), StepFigure("dtype", dtype), *compare(kind, found, reference, bounds)]
+    result = run_ranks(session, measure, ranks, config, model.mini_batch(), reference)
+    return [StepFigure("ranks", ranks), StepFigure("dtype", dtype), *compare(kind, result, reference, bounds)]
 
 
 def _ranks(session: DoctorSession) -> int:

@@ -48,8 +48,8 @@ class MeasuredLearner(Learner):
     gradients: dict[str, Tensor]
 
     def _step(self) -> tuple[bool, float]:
-        found = gradients_by_hf_name(self.model_chunks, self.architecture)
-        self.gradients = {name: tensor.float().cpu() for name, tensor in found.items()}
+        result = gradients_by_hf_name(self.model_chunks, self.architecture)
+        self.gradients = {name: tensor.float().cpu() for name, tensor in result.items()}
         return super()._step()
 
 
@@ -112,8 +112,8 @@ def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds
 
 def read_reference(session: DoctorSession, kind: str) -> dict[str, Any]:
     """The arrays that transformers computed of the model ``kind``, by name."""
-    found: dict[str, Any] = load_arrays(model.reference_file(session, kind))
-    return found
+    result: dict[str, Any] = load_arrays(model.reference_file(session, kind))
+    return result
 
 
 def finest_dtype() -> tuple[str, Bounds]:
@@ -178,6 +178,6 @@ def _parity(session: DoctorSession, bounds: Bounds, *overrides: str) -> list[Ste
     figures = [StepFigure("computed on", Acceleration.detect().describe())]
     for kind in model.KINDS:
         reference = read_reference(session, kind)
-        found = measure(learner_config(session, kind, *overrides), model.mini_batch(), reference)
-        figures += compare(kind, found, reference, bounds)
+        result = measure(learner_config(session, kind, *overrides), model.mini_batch(), reference)
+        figures += compare(kind, result, reference, bounds)
     return figures

@@ -56,9 +56,9 @@ def reference(session: DoctorSession) -> list[StepFigure]:
     for kind in KINDS:
         model = build(kind)
         model.save_pretrained(model_directory(session, kind))
-        found = compute(model, mini_batch(), kind)
-        torch.save(found, reference_file(session, kind))
-        log_probs = found["log_probs"][mini_batch().loss_mask]
+        result = compute(model, mini_batch(), kind)
+        torch.save(result, reference_file(session, kind))
+        log_probs = result["log_probs"][mini_batch().loss_mask]
         spread = float(np.abs(log_probs - log_probs.mean()).mean())
         figures.append(StepFigure(f"{kind}: spread of log-probs", spread, "nats", at_least=0.3))
     return figures
@@ -137,17 +137,17 @@ def sequences(batch: TrajectoryBatch) -> Iterator[tuple[np.ndarray[Any, Any], np
 
 def compute(model: Any, batch: TrajectoryBatch, kind: str) -> dict[str, Any]:
     """Log-probs, loss and gradients of the policy loss where the old policy is the model itself."""
-    found, rows = [], []
+    result, rows = [], []
     for prompt, response in sequences(batch):
         ids = np.concatenate([prompt, response])
         options = {"output_router_logits": True} if kind == EXPERTS else {}
         output = model(torch.from_numpy(ids.astype(np.int64))[None], **options)
         log_probs = output.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         targets = torch.from_numpy(response.astype(np.int64))
-        found.append(log_probs.gather(-1, targets[:, None])[:, 0])
+        result.append(log_probs.gather(-1, targets[:, None])[:, 0])
         if kind == EXPERTS:
             rows.append(torch.stack([logits.topk(CHOSEN).indices for logits in output.router_logits], dim=1))
-    log_probs = torch.cat(found)
+    log_probs = torch.cat(result)
     weighted = torch.from_numpy(batch.columns["loss_weights"] * batch.columns["advantages"])
     # The ratio to the old policy is 1, whose gradient is that of the log-probs.
     (-(weighted * log_probs).sum()).backward()

@@ -30,8 +30,8 @@ def between_nodes(session: DoctorSession) -> list[StepFigure]:
         raise Skipped("it needs two nodes: --slurm with more than one, or --nodes, --node-rank and --rendezvous")
     ranks = session.gpus or 1
     size = BYTES_ON_GPU if session.gpus else BYTES_ON_CPU
-    found: list[StepFigure] = run_ranks(session, _between_nodes, ranks, size, nodes=session.nodes)
-    return [StepFigure("nodes", session.nodes.count), StepFigure("ranks on each", ranks), *found]
+    result: list[StepFigure] = run_ranks(session, _between_nodes, ranks, size, nodes=session.nodes)
+    return [StepFigure("nodes", session.nodes.count), StepFigure("ranks on each", ranks), *result]
 
 
 def _between_nodes(size: int) -> list[StepFigure]:

@@ -110,9 +110,9 @@ class StepOutcome:
 
     def as_json(self) -> dict[str, Any]:
         """The outcome as the report's JSON has it; empty texts are left out."""
-        found: dict[str, Any] = {"step": self.step, "verdict": str(self.verdict), "seconds": round(self.seconds, 1)}
-        found |= {key: text for key, text in (("reason", self.reason), ("cure", self.cure)) if text}
-        return found | {"figures": [figure.as_json() for figure in self.figures]}
+        result: dict[str, Any] = {"step": self.step, "verdict": str(self.verdict), "seconds": round(self.seconds, 1)}
+        result |= {key: text for key, text in (("reason", self.reason), ("cure", self.cure)) if text}
+        return result | {"figures": [figure.as_json() for figure in self.figures]}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> StepOutcome:

@@ -157,8 +157,8 @@ def _rank(
 
     torch.set_num_threads(1)
     try:
-        found = function(*arguments)
-        answer.write_bytes(pickle.dumps(found if rank == 0 else None))
+        result = function(*arguments)
+        answer.write_bytes(pickle.dumps(result if rank == 0 else None))
     except BaseException as error:
         traceback.print_exc()
         answer.write_bytes(pickle.dumps(_Failure(f"{type(error).__name__}: {error}", traceback.format_exc())))

@@ -48,7 +48,7 @@ class DoctorReport:
 
     def write(self, path: Path) -> None:
         """Write the JSON file; it appears complete or not at all."""
-        found = {
+        result = {
             "format": FORMAT,
             "verdict": str(StepVerdict.FAIL if self.failed else StepVerdict.PASS),
             "date": self.date,
@@ -57,7 +57,7 @@ class DoctorReport:
             "steps": [outcome.as_json() for outcome in self.outcomes],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> DoctorReport:
@@ -66,10 +66,10 @@ class DoctorReport:
             ReportError: the file is none, or of another format.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["format"] != FORMAT:
-                raise ReportError(f"{path} has format {found['format']}, not {FORMAT}: make it again with the doctor")
-            outcomes = [StepOutcome.from_json(each) for each in found["steps"]]
-            return cls(found["date"], found["machine"], found["versions"], outcomes)
+            result = json.loads(path.read_text(encoding="utf-8"))
+            if result["format"] != FORMAT:
+                raise ReportError(f"{path} has format {result['format']}, not {FORMAT}: make it again with the doctor")
+            outcomes = [StepOutcome.from_json(each) for each in result["steps"]]
+            return cls(result["date"], result["machine"], result["versions"], outcomes)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportError(f"{path} is no report of the doctor: {type(error).__name__}: {error}") from error

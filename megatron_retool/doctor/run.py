@@ -57,8 +57,8 @@ def examine(
     directory = (keep or Path(tempfile.mkdtemp(prefix="doctor_"))).resolve()
     if asked == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of every process below
-    found = gpu_count()
-    session = DoctorSession(directory, found if asked is None else min(found, asked), asked, nodes)
+    result = gpu_count()
+    session = DoctorSession(directory, result if asked is None else min(result, asked), asked, nodes)
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     report = DoctorReport(date, machine(), versions())
     console.print(f"{report.machine_name}: {len(steps)} steps", highlight=False, markup=False)

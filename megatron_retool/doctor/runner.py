@@ -196,8 +196,8 @@ def _in_process(step: DoctorStep, session: DoctorSession, answer: Path, log: Pat
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         module, _, name = step.check.partition(":")
-        found = getattr(importlib.import_module(module), name)(session)
-        figures, keep = found if step.stays else (found, None)
+        result = getattr(importlib.import_module(module), name)(session)
+        figures, keep = result if step.stays else (result, None)
         outcome = StepOutcome.judged(step.name, figures, step.cure)
     except Skipped as skipped:
         outcome = StepOutcome(step.name, StepVerdict.SKIPPED, reason=str(skipped))

@@ -55,19 +55,19 @@ def products(x, w, out):  # type: ignore[no-untyped-def]
         for n in range(0, whole_columns, 4):
             four_columns = _four(n * length, length)
             for i in range(first, whole_end, 4):
-                found = dots(x, _four(i * length, length), w, four_columns, length)
+                result = dots(x, _four(i * length, length), w, four_columns, length)
                 for row in range(4):
                     for column in range(4):
-                        out[i + row, n + column] = found[row * 4 + column]
+                        out[i + row, n + column] = result[row * 4 + column]
             for i in range(whole_end, end):
-                found = dots(x, (i * length,), w, four_columns, length)
+                result = dots(x, (i * length,), w, four_columns, length)
                 for column in range(4):
-                    out[i, n + column] = found[column]
+                    out[i, n + column] = result[column]
         for n in range(whole_columns, columns):
             for i in range(first, whole_end, 4):
-                found = dots(x, _four(i * length, length), w, (n * length,), length)
+                result = dots(x, _four(i * length, length), w, (n * length,), length)
                 for row in range(4):
-                    out[i + row, n] = found[row]
+                    out[i + row, n] = result[row]
             for i in range(whole_end, end):
                 out[i, n] = dots(x, (i * length,), w, (n * length,), length)[0]
 
@@ -166,10 +166,10 @@ def _attend(query, starts, keys, values, slots, first, counts, row, head, scale,
             (slots[first + j + 2] * groups + group) * size,
             (slots[first + j + 3] * groups + group) * size,
         )
-        found = dots(query, starts, keys, places, size)
+        result = dots(query, starts, keys, places, size)
         for each in range(len(counts)):
             for key in range(4):
-                weights[each, j + key] = found[each * 4 + key] * scale
+                weights[each, j + key] = result[each * 4 + key] * scale
     for each in range(len(counts)):
         count = counts[each]
         for j in range(common, count):

@@ -169,11 +169,11 @@ def dots(typing_context, x, x_starts, w, w_starts, length):  # type: ignore[no-u
         with builder.if_then(builder.icmp_signed(">", left_over, ir.Constant(_INDEX, 0))):
             add(done, _first_lanes(builder, left_over))
         added = _lanes_added(builder, [builder.load(place) for place in sums])
-        found = [builder.extract_element(added, ir.Constant(_WORD, each)) for each in range(len(sums))]
-        return context.make_tuple(builder, signature.return_type, found)
+        result = [builder.extract_element(added, ir.Constant(_WORD, each)) for each in range(len(sums))]
+        return context.make_tuple(builder, signature.return_type, result)
 
-    found = types.UniTuple(types.float32, x_starts.count * w_starts.count)
-    return found(x, x_starts, w, w_starts, length), generate
+    result = types.UniTuple(types.float32, x_starts.count * w_starts.count)
+    return result(x, x_starts, w, w_starts, length), generate
 
 
 @intrinsic

@@ -155,9 +155,9 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _container(tree: Any) -> dict[Any, Any]:
-    found = OmegaConf.to_container(tree)
-    assert isinstance(found, dict)
-    return found
+    result = OmegaConf.to_container(tree)
+    assert isinstance(result, dict)
+    return result
 
 
 def translate(source: VerlSource, directory: Path | None = None) -> Translation:
@@ -208,8 +208,8 @@ def _converted(values: VerlValues, row: VerlKey, value: Any) -> Mapping[str, Any
     if row.convert is None or value is None:
         return {}
     try:
-        found = row.convert(value)
+        result = row.convert(value)
     except (TypeError, ValueError):
         values.decide(f"{row.verl}={value!r} is not understood: set {row.ours[0]}")
         return {}
-    return {} if found is None or found == "null" else {row.ours[0]: found}
+    return {} if result is None or result == "null" else {row.ours[0]: result}

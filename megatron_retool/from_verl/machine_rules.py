@@ -18,7 +18,7 @@ def gpus(values: VerlValues) -> Settings:
     """Learner and engines on the same GPUs, as verl's hybrid engine has them, and how the model is cut."""
     nodes, per_node = int(values.number("trainer.nnodes", 1)), int(values.number("trainer.n_gpus_per_node", 8))
     world = nodes * per_node
-    found: Settings = {
+    result: Settings = {
         "cluster.nodes": nodes,
         "cluster.gpus_per_node": per_node,
         "cluster.placement": "colocated",
@@ -39,11 +39,11 @@ def gpus(values: VerlValues) -> Settings:
             f"learner lie inside a node here: it gets {per_node}"
         )
         engine = per_node
-    found["rollout.engine.tensor_parallel_size"] = engine
-    found["rollout.engine.count"] = max(world // engine, 1)
-    parts = found["learner.tensor_model_parallel_size"] * found["learner.pipeline_model_parallel_size"]
-    data_parallel = max(world // (parts * found["learner.context_parallel_size"]), 1)
-    return found | _batches(values, data_parallel, found["learner.context_parallel_size"])
+    result["rollout.engine.tensor_parallel_size"] = engine
+    result["rollout.engine.count"] = max(world // engine, 1)
+    parts = result["learner.tensor_model_parallel_size"] * result["learner.pipeline_model_parallel_size"]
+    data_parallel = max(world // (parts * result["learner.context_parallel_size"]), 1)
+    return result | _batches(values, data_parallel, result["learner.context_parallel_size"])
 
 
 def _layout(values: VerlValues) -> Settings:
@@ -65,7 +65,7 @@ def _layout(values: VerlValues) -> Settings:
             **{f"learner.recompute.{name}": value for name, value in recompute.items()},
         }
     prefix = f"{ACTOR}.megatron"
-    found: Settings = {
+    result: Settings = {
         f"learner.{name}": int(values.number(f"{prefix}.{name}", 1))
         for name in (
             "tensor_model_parallel_size",
@@ -74,29 +74,29 @@ def _layout(values: VerlValues) -> Settings:
             "expert_model_parallel_size",
         )
     }
-    found["learner.sequence_parallel"] = (
-        found["learner.tensor_model_parallel_size"] > 1 and values.get(f"{prefix}.sequence_parallel", True) is True
+    result["learner.sequence_parallel"] = (
+        result["learner.tensor_model_parallel_size"] > 1 and values.get(f"{prefix}.sequence_parallel", True) is True
     )
     virtual = values.get(f"{prefix}.virtual_pipeline_model_parallel_size")
-    if isinstance(virtual, int) and found["learner.pipeline_model_parallel_size"] > 2:
-        found["learner.virtual_pipeline_model_parallel_size"] = virtual
+    if isinstance(virtual, int) and result["learner.pipeline_model_parallel_size"] > 2:
+        result["learner.virtual_pipeline_model_parallel_size"] = virtual
     elif isinstance(virtual, int):
-        found["learner.virtual_pipeline_model_parallel_size"] = None
+        result["learner.virtual_pipeline_model_parallel_size"] = None
         values.decide(
             "virtual pipeline stages need learner.pipeline_model_parallel_size of at least 4: they are left out"
         )
     expert_tensor = values.get(f"{prefix}.expert_tensor_parallel_size")
     if isinstance(expert_tensor, int):
-        found["learner.expert_tensor_parallel_size"] = expert_tensor
+        result["learner.expert_tensor_parallel_size"] = expert_tensor
     for name in ("granularity", "method", "num_layers", "modules"):
         value = values.get(f"{prefix}.override_transformer_config.recompute_{name}")
-        if value is not None and (name == "granularity" or "learner.recompute.granularity" in found):
-            found[f"learner.recompute.{name}"] = value
-    if found.get("learner.recompute.granularity") == "full":
-        found.pop("learner.recompute.modules", None)
-        found.setdefault("learner.recompute.method", "uniform")
-        found.setdefault("learner.recompute.num_layers", 1)
-    return found
+        if value is not None and (name == "granularity" or "learner.recompute.granularity" in result):
+            result[f"learner.recompute.{name}"] = value
+    if result.get("learner.recompute.granularity") == "full":
+        result.pop("learner.recompute.modules", None)
+        result.setdefault("learner.recompute.method", "uniform")
+        result.setdefault("learner.recompute.num_layers", 1)
+    return result
 
 
 def pipeline_overlap(values: VerlValues) -> Settings:
@@ -150,7 +150,7 @@ def fp8(values: VerlValues) -> Settings:
 
 def optimizers(values: VerlValues) -> Settings:
     """Policy's and, for gae, critic's optimizer."""
-    found: Settings = {}
+    result: Settings = {}
     pairs = [(f"{ACTOR}.optim", "learner.optimizer", f"{ACTOR}.grad_clip", 1e-6)]
     if values.get("algorithm.adv_estimator") == "gae":
         pairs.append(("critic.optim", "learner.critic.optimizer", "critic.grad_clip", 1e-5))
@@ -162,7 +162,7 @@ def optimizers(values: VerlValues) -> Settings:
             values.decide(f"{theirs}: the schedule {style} has no counterpart: {ours}.schedule=constant is taken")
             style = "constant"
         ratio = values.get(f"{theirs}.min_lr_ratio")
-        found |= {
+        result |= {
             f"{ours}.lr": lr,
             f"{ours}.min_lr": float(values.number(f"{theirs}.min_lr", 0.0)) if ratio is None else lr * float(ratio),
             f"{ours}.betas": list(values.get(f"{theirs}.betas", [0.9, 0.999])),
@@ -172,14 +172,14 @@ def optimizers(values: VerlValues) -> Settings:
             f"{ours}.warmup_steps": _warmup_steps(values, theirs, ours),
         }
         if values.is_true(f"{theirs}.override_optimizer_config.optimizer_cpu_offload"):
-            found[f"{ours}.cpu_offload"] = True  # which is precision-aware by itself
+            result[f"{ours}.cpu_offload"] = True  # which is precision-aware by itself
         elif values.is_true(f"{theirs}.override_optimizer_config.use_precision_aware_optimizer"):
-            found |= _precision_aware(values, f"{theirs}.override_optimizer_config", ours)
-    return found
+            result |= _precision_aware(values, f"{theirs}.override_optimizer_config", ours)
+    return result
 
 
 def _precision_aware(values: VerlValues, theirs: str, ours: str) -> Settings:
-    found: Settings = {f"{ours}.use_precision_aware_optimizer": True}
+    result: Settings = {f"{ours}.use_precision_aware_optimizer": True}
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         word = values.get(f"{theirs}.{name}")
         dtype = None if word is None else moment_dtype(word)
@@ -187,8 +187,8 @@ def _precision_aware(values: VerlValues, theirs: str, ours: str) -> Settings:
             if word is not None:
                 values.decide(f"{theirs}.{name}={word} has no counterpart: {ours}.{name} stays float32")
             continue
-        found[f"{ours}.{name}"] = dtype
-    return found
+        result[f"{ours}.{name}"] = dtype
+    return result
 
 
 def _warmup_steps(values: VerlValues, theirs: str, ours: str) -> int:
@@ -212,7 +212,7 @@ def engines(values: VerlValues) -> Settings:
     if values.get(f"{ROLLOUT}.mode") == "sync" and not values.is_true(f"{val}.do_sample"):
         temperature = 0.0
     top_k = int(values.number(f"{val}.top_k", -1))
-    found: Settings = {
+    result: Settings = {
         "rollout.train.n": values.get(f"{ROLLOUT}.n"),
         "rollout.val.n": values.get(f"{val}.n"),
         "rollout.val.temperature": temperature,
@@ -231,18 +231,18 @@ def engines(values: VerlValues) -> Settings:
                 f"{ROLLOUT}.expert_parallel_size={experts} does not divide an engine's GPUs: every GPU has experts"
             )
         else:
-            found["rollout.engine.expert_parallel_size"] = experts
+            result["rollout.engine.expert_parallel_size"] = experts
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
     for key, value in values.given.items():
         if key.startswith(prefix) and value is not None and value is not False:
             option = "--" + key.removeprefix(prefix).replace("_", "-")
             if ours := SETTINGS_OF_ARGUMENTS.get(option):
-                _engine_setting(values, found, key, ours, value)
+                _engine_setting(values, result, key, ours, value)
                 continue
             arguments += [option] if value is True else [option, str(value)]
     if arguments:
-        found["rollout.engine.extra_args"] = arguments
-    return found
+        result["rollout.engine.extra_args"] = arguments
+    return result
 
 
 def _engine_setting(values: VerlValues, found: Settings, key: str, ours: str, value: Any) -> None:
@@ -262,21 +262,21 @@ def agent(values: VerlValues) -> Settings:
     # An agent loop with tools does not ask for multi_turn.enable.
     if not values.is_true(f"{prefix}.enable") and not tools:
         return {f"{ours}.tools": [], f"{ours}.max_assistant_turns": 1}
-    found: Settings = {}
+    result: Settings = {}
     turns = values.get(f"{prefix}.max_assistant_turns", values.get(f"{prefix}.max_turns"))
     if isinstance(turns, int):
-        found[f"{ours}.max_assistant_turns"] = turns
+        result[f"{ours}.max_assistant_turns"] = turns
     else:
         values.decide(f"{prefix}.max_assistant_turns is not limited in the file: {ours}.max_assistant_turns is 8 here")
     results = values.get(f"{prefix}.max_user_turns", turns)
     if isinstance(results, int):
-        found[f"{ours}.max_tool_calls"] = results * int(values.number(f"{prefix}.max_parallel_calls", 1))
+        result[f"{ours}.max_tool_calls"] = results * int(values.number(f"{prefix}.max_parallel_calls", 1))
     if values.get(f"{prefix}.format") not in (None, "hermes"):
         values.decide(f"{prefix}.format={values.get(f'{prefix}.format')}: see {ours}.format for the formats there are")
-    found["tools.code_interpreter.max_output_characters"] = int(
+    result["tools.code_interpreter.max_output_characters"] = int(
         values.number(f"{prefix}.max_tool_response_length", 256)
     )
-    return found | _tools(values, tools)
+    return result | _tools(values, tools)
 
 
 def _tools(values: VerlValues, path: Any) -> Settings:
@@ -292,35 +292,35 @@ def _tools(values: VerlValues, path: Any) -> Settings:
         return {key: ["code_interpreter"]}
     content = OmegaConf.to_container(OmegaConf.load(file))
     entries = content.get("tools") if isinstance(content, dict) else None
-    found: Settings = {key: []}
+    result: Settings = {key: []}
     for entry in entries or []:
         name = str(entry.get("class_name", "")).rpartition(".")[2]
         settings = entry.get("config") or {}
         if name.endswith(SANDBOX_TOOL):
-            found[key].append("code_interpreter")
+            result[key].append("code_interpreter")
             for theirs, ours in (("num_workers", "workers"), ("memory_limit_mb", "memory_limit_mb"),
                                  ("default_timeout", "run_timeout_seconds")):  # fmt: skip
                 if isinstance(settings.get(theirs), (int, float)):
-                    found[f"tools.code_interpreter.{ours}"] = settings[theirs]
+                    result[f"tools.code_interpreter.{ours}"] = settings[theirs]
             if settings.get("sandbox_fusion_url"):
                 values.decide(
                     "the trainer starts sandboxes of its own: set tools.code_interpreter.url="
                     f"{str(settings['sandbox_fusion_url']).removesuffix('/run_code')} to use the file's server"
                 )
         elif name.endswith(SEARCH_TOOL):
-            found[key].append("search")
+            result[key].append("search")
             server = settings.get("retrieval_service_url")
             if isinstance(server, str) and server:
-                found["tools.search.backend"] = "retriever"
-                found["tools.search.service.base_url"] = server.rstrip("/").removesuffix("/retrieve")
+                result["tools.search.backend"] = "retriever"
+                result["tools.search.service.base_url"] = server.rstrip("/").removesuffix("/retrieve")
                 for theirs, ours in (("topk", "top_k"), ("timeout", "service.timeout_seconds")):
                     if isinstance(settings.get(theirs), (int, float)):
-                        found[f"tools.search.{ours}"] = settings[theirs]
+                        result[f"tools.search.{ours}"] = settings[theirs]
             else:
                 values.decide("tools.search looks in a file of passages: set tools.search.corpus, or another backend")
         else:
             values.decide(f"the tool {entry.get('class_name')} is written for verl: {own}")
-    return found
+    return result
 
 
 MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, pipeline_overlap, fp8, optimizers, engines, agent)

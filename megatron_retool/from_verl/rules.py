@@ -156,56 +156,56 @@ def adapters(values: VerlValues) -> Settings:
         return {}
     if not isinstance(rank, int) or rank < 0:
         raise ConfigError(f"{prefix}rank={rank!r} is no rank: give a whole number, or 0 to train all weights")
-    found: Settings = {"learner.lora.rank": rank, "learner.lora.alpha": float(values.number(f"{prefix}alpha", alpha))}
+    result: Settings = {"learner.lora.rank": rank, "learner.lora.alpha": float(values.number(f"{prefix}alpha", alpha))}
     if path := values.get(f"{prefix}adapter_path"):
-        found["learner.lora.path"] = str(path)
+        result["learner.lora.path"] = str(path)
     key = f"{MODEL}.target_modules" if prefix.endswith("_") else f"{prefix}target_modules"
     named = values.get(key)
     if isinstance(named, (list, tuple)):
         names = {str(name) for name in named}
         kinds = [kind for kind, sets in _ADAPTED.items() if names & frozenset().union(*sets)]
         whole = all(any(names >= one for one in _ADAPTED[kind]) for kind in kinds)
-        found["learner.lora.targets"] = [*kinds, *(["experts"] if "mlp" in kinds else [])] or list(TARGETS)
+        result["learner.lora.targets"] = [*kinds, *(["experts"] if "mlp" in kinds else [])] or list(TARGETS)
         if not whole or names - frozenset().union(*(one for sets in _ADAPTED.values() for one in sets)):
             values.decide(
                 f"{key}={list(named)}: adapters are chosen by kind here, and learner.lora.targets="
-                f"{found['learner.lora.targets']} adapts every matrix of these kinds"
+                f"{result['learner.lora.targets']} adapts every matrix of these kinds"
             )
     elif named not in (None, "all-linear"):
         values.decide(f"{key}={named}: adapters are chosen by kind here (learner.lora.targets); all kinds are taken")
     for name in ("exclude_modules", "lora.exclude_modules"):
         if excluded := values.get(f"{MODEL}.{name}"):
             values.decide(f"{MODEL}.{name}={excluded}: adapters are chosen by kind here (learner.lora.targets)")
-    return found
+    return result
 
 
 def kl(values: VerlValues) -> Settings:
     """The KL in the loss or in the reward, with the estimator of the one that is on."""
-    found: Settings = {
+    result: Settings = {
         "algorithm.kl_in_loss": 0.0,
         "algorithm.kl_in_reward": 0.0,
         "algorithm.adaptive_kl_target": None,
         "algorithm.adaptive_kl_horizon": None,
     }
     if values.is_true(f"{ACTOR}.use_kl_loss"):
-        found["algorithm.kl_in_loss"] = values.get(f"{ACTOR}.kl_loss_coef")
-        found["algorithm.kl_estimator"] = kl_estimator(values.get(f"{ACTOR}.kl_loss_type"))
+        result["algorithm.kl_in_loss"] = values.get(f"{ACTOR}.kl_loss_coef")
+        result["algorithm.kl_estimator"] = kl_estimator(values.get(f"{ACTOR}.kl_loss_type"))
     if values.is_true("algorithm.use_kl_in_reward"):
-        if found["algorithm.kl_in_loss"]:
+        if result["algorithm.kl_in_loss"]:
             values.decide("both KL penalties are on: algorithm.kl_in_loss is kept, algorithm.kl_in_reward is 0 here")
-            return found
-        found["algorithm.kl_in_reward"] = values.get("algorithm.kl_ctrl.kl_coef")
-        found["algorithm.kl_estimator"] = kl_estimator(values.get("algorithm.kl_penalty"))
+            return result
+        result["algorithm.kl_in_reward"] = values.get("algorithm.kl_ctrl.kl_coef")
+        result["algorithm.kl_estimator"] = kl_estimator(values.get("algorithm.kl_penalty"))
         if values.get("algorithm.kl_ctrl.type") == "adaptive":
-            found["algorithm.adaptive_kl_target"] = values.get("algorithm.kl_ctrl.target_kl")
-            found["algorithm.adaptive_kl_horizon"] = values.get("algorithm.kl_ctrl.horizon")
-    return found
+            result["algorithm.adaptive_kl_target"] = values.get("algorithm.kl_ctrl.target_kl")
+            result["algorithm.adaptive_kl_horizon"] = values.get("algorithm.kl_ctrl.horizon")
+    return result
 
 
 def advantage_and_loss(values: VerlValues) -> Settings:
     """Estimator, clipping, aggregation and the discounts, where verl's defaults are not ours."""
     clip = values.get(f"{ACTOR}.clip_ratio")
-    found = {
+    result = {
         "algorithm.advantage": advantage(values.get("algorithm.adv_estimator")),
         "algorithm.gamma": values.get("algorithm.gamma"),
         "algorithm.gae_lambda": values.get("algorithm.lam"),
@@ -214,20 +214,20 @@ def advantage_and_loss(values: VerlValues) -> Settings:
         "algorithm.clip_ratio_high": values.get(f"{ACTOR}.clip_ratio_high", clip),
         "algorithm.loss_aggregation": values.get(f"{ACTOR}.loss_agg_mode"),
     }
-    if found["algorithm.policy_loss"] == "clip":
-        found["algorithm.dual_clip"] = values.get(f"{ACTOR}.clip_ratio_c")
+    if result["algorithm.policy_loss"] == "clip":
+        result["algorithm.dual_clip"] = values.get(f"{ACTOR}.clip_ratio_c")
     for key, ours in (("algorithm.adv_estimator", "algorithm.advantage"),
                       (f"{ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss")):  # fmt: skip
-        if found[ours] is None:
+        if result[ours] is None:
             values.decide(f"{key}={values.get(key)} has no built-in counterpart: write it as a function and name it in "
                           f"{ours} (docs/extending.md)")  # fmt: skip
-            del found[ours]
+            del result[ours]
     if f"{ACTOR}.clip_ratio" in values.given and f"{ACTOR}.clip_ratio_low" not in values.given:
         values.decide(
             f"{ACTOR}.clip_ratio={clip} by itself: verl from 0.5 on ignores it, for clip_ratio_low and clip_ratio_high "
             "default to 0.2; here it is taken for both"
         )
-    return found
+    return result
 
 
 def dynamic_sampling(values: VerlValues) -> Settings:
@@ -247,42 +247,42 @@ def dynamic_sampling(values: VerlValues) -> Settings:
 def rollout_correction(values: VerlValues) -> Settings:
     """Weights and rejection against the mismatch, in the words of verl 0.5 (tis), 0.6 and 0.7."""
     ours = "algorithm.rollout_correction"
-    found: Settings = {f"{ours}.mode": "none", f"{ours}.rejection": [], f"{ours}.veto_threshold": None}
+    result: Settings = {f"{ours}.mode": "none", f"{ours}.rejection": [], f"{ours}.veto_threshold": None}
     old_threshold = values.get("algorithm.rollout_is_threshold")
     cap = values.get(f"{ACTOR}.tis_imp_ratio_cap", -1)
     level = values.get(f"{CORRECTION}.rollout_is")
     if level in ("token", "sequence"):
         lower, _, upper = str(values.get(f"{CORRECTION}.rollout_is_threshold")).rpartition("_")
         # verl's "lower_upper" masks, as IcePop does; a number truncates.
-        found |= {f"{ours}.level": level, f"{ours}.mode": "mask" if lower else "truncate"}
-        found |= {f"{ours}.lower": float(lower or 0.0), f"{ours}.upper": float(upper)}
+        result |= {f"{ours}.level": level, f"{ours}.mode": "mask" if lower else "truncate"}
+        result |= {f"{ours}.lower": float(lower or 0.0), f"{ours}.upper": float(upper)}
     elif old_threshold is not None and values.is_true("algorithm.rollout_is"):
         mask = values.get("algorithm.rollout_is_mode") == "mask"
         lower = values.get("algorithm.rollout_is_threshold_lower", 1.0 / float(old_threshold))
-        found |= {
+        result |= {
             f"{ours}.level": values.get("algorithm.rollout_is_level", "token"),
             f"{ours}.mode": "mask" if mask else "truncate",
             f"{ours}.lower": lower if mask else 0.0,
             f"{ours}.upper": old_threshold,
         }
     elif isinstance(cap, (int, float)) and cap > 0:
-        found |= {f"{ours}.level": "token", f"{ours}.mode": "truncate", f"{ours}.upper": float(cap)}
-    found[f"{ours}.rejection"] = _rejection(values)
+        result |= {f"{ours}.level": "token", f"{ours}.mode": "truncate", f"{ours}.upper": float(cap)}
+    result[f"{ours}.rejection"] = _rejection(values)
     veto = values.get(f"{CORRECTION}.rollout_token_veto_threshold", values.get("algorithm.rollout_is_veto_threshold"))
     if isinstance(veto, float) and 0 < veto < 1:
-        found[f"{ours}.veto_threshold"] = veto
+        result[f"{ours}.veto_threshold"] = veto
     if values.is_true(f"{CORRECTION}.bypass_mode"):
-        found |= {f"{ours}.bypass_old_log_probs": True, f"{ours}.mode": "none"}
+        result |= {f"{ours}.bypass_old_log_probs": True, f"{ours}.mode": "none"}
         if values.get(f"{CORRECTION}.loss_type") == "reinforce":
-            found["algorithm.policy_loss"] = "policy_gradient"
+            result["algorithm.policy_loss"] = "policy_gradient"
     if values.is_true(f"{CORRECTION}.rollout_is_batch_normalize"):
-        found[f"{ours}.batch_normalize"] = True
-    if found[f"{ours}.mode"] == "none" and not found[f"{ours}.rejection"]:
+        result[f"{ours}.batch_normalize"] = True
+    if result[f"{ours}.mode"] == "none" and not result[f"{ours}.rejection"]:
         values.decide(
             "rollout correction is off, as in the file; between Megatron and SGLang our defaults are advised: remove "
             "algorithm.rollout_correction from the translation to have them (docs/mismatch.md)"
         )
-    return found
+    return result
 
 
 def _rejection(values: VerlValues) -> list[str]:
@@ -311,14 +311,14 @@ def _rejection(values: VerlValues) -> list[str]:
 
 def reward(values: VerlValues) -> Settings:
     """The reward function and DAPO's punishment of overlong responses."""
-    found: Settings = {}
+    result: Settings = {}
     path = next((values.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward.")
                  if values.get(f"{prefix}custom_reward_function.path")), None)  # fmt: skip
     if path:
         name = values.get(
             "custom_reward_function.name", values.get("reward.custom_reward_function.name", "compute_score")
         )
-        found["reward.function"] = f"{path}:{name}" if str(path).endswith(".py") else f"{path}.py:{name}"
+        result["reward.function"] = f"{path}:{name}" if str(path).endswith(".py") else f"{path}.py:{name}"
         if values.find_file(str(path)) is None:
             values.decide(
                 f"reward.function={path}:{name} is not here: put the file there, or take the built-in "
@@ -327,22 +327,22 @@ def reward(values: VerlValues) -> Settings:
         else:
             values.decide(f"reward.function={path}:{name}: the file must be importable without verl's own modules")
     else:
-        found |= _default_reward(values)
+        result |= _default_reward(values)
     prefixes = (
         "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
         "reward.reward_kwargs.overlong_buffer_cfg",
     )  # fmt: skip
     for prefix in prefixes:
         if values.is_true(f"{prefix}.enable"):
-            found["reward.overlong.mode"] = "soft_punish"
-            found["reward.overlong.buffer_length"] = int(values.number(f"{prefix}.len", 4096))
-            found["reward.overlong.penalty"] = float(values.number(f"{prefix}.penalty_factor", 1.0))
+            result["reward.overlong.mode"] = "soft_punish"
+            result["reward.overlong.buffer_length"] = int(values.number(f"{prefix}.len", 4096))
+            result["reward.overlong.penalty"] = float(values.number(f"{prefix}.penalty_factor", 1.0))
     if values.is_true("reward_model.enable", "reward.reward_model.enable"):
         values.decide(
             "reward_model.enable=true: there is no reward model here. A reward function may ask a server that serves "
             "one (an async def in reward.function, docs/extending.md)"
         )
-    return found
+    return result
 
 
 def _default_reward(values: VerlValues) -> Settings:
@@ -383,13 +383,13 @@ def as_list(value: Any) -> list[Any]:
 
 def prompts(values: VerlValues) -> Settings:
     """What happens to prompts that are too long, and the lengths."""
-    found: Settings = {
+    result: Settings = {
         f"data.{name}": values.get(f"data.{name}")
         for name in ("train_batch_size", "max_prompt_length", "max_response_length")
     }
     filtered = values.is_true("data.filter_overlong_prompts")
     truncation = values.get("data.truncation")
-    found["data.overlong_prompts"] = "error" if not filtered and truncation == "error" else "filter"
+    result["data.overlong_prompts"] = "error" if not filtered and truncation == "error" else "filter"
     if not filtered and truncation != "error":
         values.decide(
             f"data.truncation={truncation} cuts long prompts in verl; here they are left out "
@@ -397,17 +397,17 @@ def prompts(values: VerlValues) -> Settings:
         )
     for name in ("train_files", "val_files"):
         if files := as_list(values.get(f"data.{name}")):
-            found[f"data.{name}"] = [str(file) for file in files]
+            result[f"data.{name}"] = [str(file) for file in files]
     limit = values.get("data.val_max_samples", -1)
     if isinstance(limit, int) and limit > 0:
-        found["data.max_val_samples"] = limit
-    return found
+        result["data.max_val_samples"] = limit
+    return result
 
 
 def run_itself(values: VerlValues) -> Settings:
     """Length, names, frequencies, loggers and the place of the run."""
     every = {name: max(int(values.number(f"trainer.{name}")), 0) for name in ("save_freq", "test_freq")}
-    found: Settings = {
+    result: Settings = {
         "trainer.project_name": str(values.get("trainer.project_name")),
         "trainer.experiment_name": re.sub(r"[^\w.=+@,-]", "_", str(values.get("trainer.experiment_name"))).lstrip("-."),
         "trainer.total_epochs": values.get("trainer.total_epochs"),
@@ -417,11 +417,11 @@ def run_itself(values: VerlValues) -> Settings:
     local = values.get("trainer.default_local_dir")
     if local:
         path = Path(str(local))
-        same = path.name == found["trainer.experiment_name"]
-        found["trainer.runs_dir"] = str(path.parent if same else path)
+        same = path.name == result["trainer.experiment_name"]
+        result["trainer.runs_dir"] = str(path.parent if same else path)
     kept = values.get("trainer.max_actor_ckpt_to_keep")
     if isinstance(kept, int):
-        found["trainer.keep_checkpoints"] = kept
+        result["trainer.keep_checkpoints"] = kept
     loggers = values.get("trainer.logger", ["console", "wandb"])
     loggers = [loggers] if isinstance(loggers, str) else list(loggers)
     known = {"file": "jsonl"} | {
@@ -430,8 +430,8 @@ def run_itself(values: VerlValues) -> Settings:
     for name in loggers:
         if name not in known:
             values.decide(f"trainer.logger: {name} has no counterpart; one's own logger is a class (docs/extending.md)")
-    found["trainer.loggers"] = list(dict.fromkeys([*(known[name] for name in loggers if name in known), "jsonl"]))
-    return found
+    result["trainer.loggers"] = list(dict.fromkeys([*(known[name] for name in loggers if name in known), "jsonl"]))
+    return result
 
 
 RULES: tuple[Callable[[VerlValues], Settings], ...] = (

@@ -139,21 +139,21 @@ def _scan(text: str, quote: str = "") -> list[tuple[str, str]]:
     Args:
         quote: that ``text`` begins in.
     """
-    found, escaped = [], False
+    result, escaped = [], False
     for character in text:
         if escaped:
-            found.append((character, "\\"))
+            result.append((character, "\\"))
             escaped = False
         elif character == "\\" and quote != "'":
-            found.append((character, quote or "\\"))
+            result.append((character, quote or "\\"))
             escaped = True
         elif quote:
-            found.append((character, quote))
+            result.append((character, quote))
             quote = "" if character == quote else quote
         else:
             quote = character if character in "'\"" else ""
-            found.append((character, quote))
-    return found
+            result.append((character, quote))
+    return result
 
 
 def _without_comment(line: str) -> str:
@@ -171,11 +171,11 @@ def _split(line: str) -> list[str]:
             parts.append(line[start:place])
             start = place + 1
     parts.append(line[start:])
-    found = []
+    result = []
     for part in parts:
         word, _, rest = part.strip().partition(" ")
-        found += [word, rest] if word in ("then", "else") else [part]
-    return found
+        result += [word, rest] if word in ("then", "else") else [part]
+    return result
 
 
 def _statement(line: str, variables: dict[str, str | list[str]], script: Script) -> None:

@@ -160,13 +160,13 @@ def _source(block: RowSegment) -> int:
 def initial_factors(adapter: Adapter, settings: LoraConfig) -> list[Tensor]:
     """The factors that an adapter begins with, of the rank of ``settings``: every A, then every B, which is zero.
     Float32, this rank's parts."""
-    found = []
+    result = []
     for factor in factor_mappings(adapter.mapping, settings.rank):
         if ".lora_A." in factor.hf_names[0]:
-            found.append(shard(factor, _initial_a(factor, settings), adapter.tp_size, adapter.tp_rank))
+            result.append(shard(factor, _initial_a(factor, settings), adapter.tp_size, adapter.tp_rank))
         else:
-            found.append(torch.zeros(shard_shape(factor, adapter.tp_size, adapter.tp_rank)))
-    return found
+            result.append(torch.zeros(shard_shape(factor, adapter.tp_size, adapter.tp_rank)))
+    return result
 
 
 def _initial_a(factor: Mapping, settings: LoraConfig) -> Tensor:
@@ -319,8 +319,8 @@ class MergedWeights:
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         modules = (module for chunk in model_chunks for module in unwrap(chunk).modules())
-        found = ((module, getattr(module, "lora", None)) for module in modules)
-        self._adapters = {id(module.weight): lora for module, lora in found if isinstance(lora, Adapter)}
+        result = ((module, getattr(module, "lora", None)) for module in modules)
+        self._adapters = {id(module.weight): lora for module, lora in result if isinstance(lora, Adapter)}
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """The parameter's value with its adapter added, where it has one; in the weight's dtype."""
@@ -377,13 +377,13 @@ def export_factors(
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within it the model is its base."""
-    found = list(adapters(chunks))
-    for adapter in found:
+    result = list(adapters(chunks))
+    for adapter in result:
         adapter.enabled = False
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in result:
             adapter.enabled = True
 
 

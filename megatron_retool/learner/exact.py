@@ -326,8 +326,8 @@ class ExactLatentAttention(LatentAttention):
 
     def _turned(self, x: Tensor, packed: LocalPackedSequences) -> Tensor:
         """``x`` [t, heads, r] at its positions, the partners in halves."""
-        found: Tensor = self.core_attention._rotated(self._in_halves(x), packed)
-        return found
+        result: Tensor = self.core_attention._rotated(self._in_halves(x), packed)
+        return result
 
 
 def _key_places(packed: LocalPackedSequences, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -89,8 +89,8 @@ class GatedDeltaNet(MegatronModule):
         else:
             out = self._across_ranks(convolved, rates, packed.buckets, packed.cp_group)
         out = self.out_norm(out, gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
-        found: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
-        return found
+        result: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
+        return result
 
     def _within_rank(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
         """[t, key heads, q + k + v] and [t, key heads, 2 x share] -> [t, value heads, value_dim]."""
@@ -139,9 +139,9 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """The layer's tensors for a distributed checkpoint; decay, step and convolution are split over TP ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        result = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         split = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
-        return found | make_sharded_tensors_for_checkpoint(
+        return result | make_sharded_tensors_for_checkpoint(
             split,
             prefix,
             dict.fromkeys(split, 0),

@@ -105,8 +105,8 @@ class LatentAttention(MegatronModule):
         latent, turned = self.linear_kv_down_proj(hidden_states).split([self.sizes.key_value_rank, self.rotated], -1)
         read = {"hidden_states": hidden_states, "query_latent": query_latent} if self.is_sparse else {}
         out = self._attended(query, self.kv_layernorm(latent), turned, packed_seq_params, **read)
-        found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
-        return found
+        result: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return result
 
     def _query_latent(self, hidden_states: Tensor) -> Tensor:
         """[t, 1, query rank], normalised; the hidden states where queries have no latent."""

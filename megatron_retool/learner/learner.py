@@ -269,12 +269,16 @@ class Learner:
         routing = replay.reading(batch, reference) if replay and not own_choice else None
         base = reference and self._base_is_reference
         if reference and len(self.teachers) > 1:
-            found = self._read_by_teachers(batch, head_options)
+            result = self._read_by_teachers(batch, head_options)
         else:
             micro_batches = self.packer.micro_batches(batch)
             with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
-                found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
-        answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
+                result = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
+        answer: LogProbs = {
+            "log_probs": result[0],
+            "entropy": result[1],
+            "metrics": routing.metrics() if routing else {},
+        }
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
         if routing and routing.counts:
@@ -283,15 +287,17 @@ class Learner:
 
     def _read_by_teachers(self, batch: TrajectoryBatch, head_options: dict[str, Any]) -> FloatArray:
         """float32 [2, T], log-probs and entropy, of each row by its teacher."""
-        found = np.zeros((2, batch.num_response_tokens), np.float32)
+        result = np.zeros((2, batch.num_response_tokens), np.float32)
         numbers = teacher_of_rows(batch)
         of_tokens = np.repeat(numbers, batch.response_lengths)
         for number in np.unique(numbers):
             rows = batch.select(np.flatnonzero(numbers == number))
             chunks = self.teachers[number].chunks
             micro_batches = self.packer.micro_batches(rows)
-            found[:, of_tokens == number] = self._read(micro_batches, 2, rows.num_response_tokens, head_options, chunks)
-        return found
+            result[:, of_tokens == number] = self._read(
+                micro_batches, 2, rows.num_response_tokens, head_options, chunks
+            )
+        return result
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
         """The critic's value of the state in which each response token is generated: float32 [T]."""
@@ -392,8 +398,8 @@ class Learner:
         metrics = self._learn(
             "actor", mini_batch, "loss_mask", options, loss, routing=routing, step_without_loss=step_without_loss
         )
-        found = parallel.sum_over_data_parallel(loss.found).cpu().numpy()
-        answer: FusedUpdate = {"log_probs": found[0], "entropy": found[1], "metrics": metrics}
+        result = parallel.sum_over_data_parallel(loss.found).cpu().numpy()
+        answer: FusedUpdate = {"log_probs": result[0], "entropy": result[1], "metrics": metrics}
         if routing and routing.counts:
             answer["routing_flips"] = _routing_flips(routing, mini_batch)
         return answer

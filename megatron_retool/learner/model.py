@@ -265,8 +265,8 @@ class PolicyModel(PackedModel):
         if teacher is not None and divergence is not None:
             teacher.note(divergence if micro_batch.copies is None else divergence.index_select(0, micro_batch.copies))
         columns = [log_probs] if log_probs.dim() == 1 else log_probs.unbind(1)
-        found = torch.stack([*columns, entropy])
-        return found if micro_batch.copies is None else found.index_select(1, micro_batch.copies)
+        result = torch.stack([*columns, entropy])
+        return result if micro_batch.copies is None else result.index_select(1, micro_batch.copies)
 
     def _predict(
         self,
@@ -285,7 +285,7 @@ class PolicyModel(PackedModel):
         if self.config.mtp_detach_heads:
             # Of no input Megatron's recomputation would take a gradient.
             hidden, weight, main_grad = hidden.detach().requires_grad_(), weight.detach(), None
-        found = []
+        result = []
         for layer, prediction in zip(self.mtp.layers, micro_batch.predictions, strict=True):
             hidden, *_rest = layer(
                 input_ids=prediction.input_ids,
@@ -307,8 +307,8 @@ class PolicyModel(PackedModel):
                 fp32_head=fp32_head,
                 main_grad=main_grad,
             )
-            found.append((log_probs, best))
-        return found
+            result.append((log_probs, best))
+        return result
 
     def own_head_weight(self) -> Parameter | None:
         """The output layer's weight on the last stage, which ``_head`` multiplies by itself."""

@@ -82,8 +82,8 @@ class HostOffload:
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
         # In float32 the optimizer steps the weights themselves, which then are no part of the optimizer.
         earlier = {storage.data_ptr() for name in ("weights", "gradients") for storage in self._found(name)}
-        found = self._found(part)
-        return found if part != "optimizer" else [s for s in found if s.data_ptr() not in earlier]
+        result = self._found(part)
+        return result if part != "optimizer" else [s for s in result if s.data_ptr() not in earlier]
 
     def _found(self, part: str) -> list[torch.UntypedStorage]:
         tensors = {"weights": self._weights, "optimizer": self._optimizer_state, "gradients": self._gradients}[part]()

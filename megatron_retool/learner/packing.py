@@ -462,10 +462,10 @@ class Packer:
 
 def _behind(ids: Int64Array, distance: int, owner: Int64Array) -> Int64Array:
     """The ids ``distance`` behind each of a stream; 0 where that is of another owner."""
-    found = np.zeros_like(ids)
+    result = np.zeros_like(ids)
     same = owner[distance:] == owner[:-distance]
-    found[:-distance] = np.where(same, ids[distance:], 0)
-    return found
+    result[:-distance] = np.where(same, ids[distance:], 0)
+    return result
 
 
 def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Array:

@@ -60,16 +60,16 @@ def read_tokens(
         max_tokens: of a micro-batch.
         head_options: keyword arguments of the models' forward pass.
     """
-    found = torch.zeros(columns, num_tokens, dtype=torch.float32, device=device)
+    result = torch.zeros(columns, num_tokens, dtype=torch.float32, device=device)
 
     def collect(micro_batch: MicroBatch, output: Tensor) -> None:
         positions = torch.from_numpy(micro_batch.response_positions).to(device)[micro_batch.slots]
-        found[:, positions] = output.view(columns, -1)
+        result[:, positions] = output.view(columns, -1)
 
     for module in modules:
         module.eval()
     with routing or contextlib.nullcontext():
         forward(modules, micro_batches, {**head_options, "routing": routing}, max_tokens, collect)
     # Every token was found by one context-parallel rank of one data-parallel rank.
-    parallel.sum_over_data_parallel(found)
-    return found.cpu().numpy()
+    parallel.sum_over_data_parallel(result)
+    return result.cpu().numpy()

@@ -256,26 +256,26 @@ class RoutingPass:
         batch: [sum (P + R)], prompt first in each sequence; -1: its row is missing. A collective."""
         assert self.counts and self._column is not None
         if self._flips is None:
-            found = np.zeros(self._tokens, np.int32)
+            result = np.zeros(self._tokens, np.int32)
             for _, positions, differing in self._differing.values():
                 real = positions >= 0
-                found[positions[real]] = differing.cpu().numpy()[real]
-            self._copy_to_duplicates(found)
+                result[positions[real]] = differing.cpu().numpy()[real]
+            self._copy_to_duplicates(result)
             # A stage of the pipeline knows of its own layers, and whoever has not seen a token has 0 for it.
-            self._reduce(found, torch.distributed.ReduceOp.SUM, self._replay.groups_of_layers_and_tokens())
-            found[is_missing(cut_rows(self._column, self._starts, np.arange(self._tokens), 0, 1))] = -1
-            self._flips = found
+            self._reduce(result, torch.distributed.ReduceOp.SUM, self._replay.groups_of_layers_and_tokens())
+            result[is_missing(cut_rows(self._column, self._starts, np.arange(self._tokens), 0, 1))] = -1
+            self._flips = result
         return self._flips
 
     def recorded(self) -> ExpertArray:
         """What routers chose for all tokens of the batch: [sum (P + R), layers, k]. A collective."""
-        found = self._recorded
-        assert found is not None
-        self._copy_to_duplicates(found)
+        result = self._recorded
+        assert result is not None
+        self._copy_to_duplicates(result)
         if torch.distributed.get_world_size() > 1:
             # Whoever has not seen a token has 0 for it.
-            self._reduce(found, torch.distributed.ReduceOp.MAX, [torch.distributed.group.WORLD])
-        return found
+            self._reduce(result, torch.distributed.ReduceOp.MAX, [torch.distributed.group.WORLD])
+        return result
 
     def _copy_to_duplicates(self, found: npt.NDArray[Any]) -> None:
         """What is known of a token goes to those in whose place it was computed."""

@@ -161,9 +161,9 @@ def _together[T](read: Callable[[], T]) -> T:
     Raises:
         RequestRefused: it failed on some rank; raised on every rank.
     """
-    found, error = None, None
+    result, error = None, None
     try:
-        found = read()
+        result = read()
     except (RequestRefused, PeftFilesError, DistCheckpointError, SafetensorError, OSError) as caught:
         error = caught
     said: list[str | None] = [None] * dist.get_world_size()
@@ -171,8 +171,8 @@ def _together[T](read: Callable[[], T]) -> T:
     failed = [message for message in said if message is not None]
     if failed:
         raise RequestRefused(failed[0]) from error
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
 def _factors(slot: AdapterSlot, settings: LoraConfig) -> Tensors:
@@ -258,7 +258,7 @@ def _optimizer_states(slot: AdapterSlot, run: str, settings: LoraConfig) -> Tens
     these carry one state after the other to the ranks, and get the run's gradients back afterwards.
     """
     chunks = slot.learner.model_chunks
-    found: Tensors = {}
+    result: Tensors = {}
     with slot.gradients_kept(run):
         for name in _STATES:
             for chunk in chunks:
@@ -270,8 +270,8 @@ def _optimizer_states(slot: AdapterSlot, run: str, settings: LoraConfig) -> Tens
             for chunk in chunks:
                 all_gather_gradient_shards(chunk)
             gathered = _gathered(slot, settings, gradient_value)
-            found |= {f"{name}.{each}": tensor.float() for each, tensor in gathered.items()}
-    return found
+            result |= {f"{name}.{each}": tensor.float() for each, tensor in gathered.items()}
+    return result
 
 
 def _read_optimizer(slot: AdapterSlot, settings: LoraConfig, place: Path) -> tuple[list[_Held], int]:
@@ -285,7 +285,7 @@ def _read_optimizer(slot: AdapterSlot, settings: LoraConfig, place: Path) -> tup
     if names != {f"{state}.{name}" for state in _STATES for name in shapes} or not step.isdecimal():
         raise RequestRefused(f"{path} is not of this run's adapter: load it without the optimizer")
     by_parameter = {id(parameter): (adapter, factor) for adapter, factor, parameter in _places(slot, settings)}
-    found = []
+    result = []
     for held in _held(slot):
         adapter, factor = by_parameter[id(held.parameter)]
         name, first = peft_tensor(factor.hf_names[0])
@@ -296,8 +296,8 @@ def _read_optimizer(slot: AdapterSlot, settings: LoraConfig, place: Path) -> tup
             whole = stored[first : first + factor.hf_shapes[0][0]].float()
             local = shard(factor, whole, adapter.tp_size, adapter.tp_rank)
             held.wanted[state] = padded(local, held.parameter.shape).contiguous()
-        found.append(held)
-    return found, int(step)
+        result.append(held)
+    return result, int(step)
 
 
 def _places(slot: AdapterSlot, settings: LoraConfig) -> Iterator[tuple[Adapter, Mapping, Parameter]]:

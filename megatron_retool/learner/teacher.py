@@ -69,15 +69,15 @@ class FrozenTeacher:
     @torch.no_grad()
     def hidden_states(self, micro_batches: Sequence[MicroBatch], max_tokens: int) -> list[Tensor]:
         """The last hidden states at each micro-batch's head positions: [n, h]; an empty list on earlier stages."""
-        found: list[Tensor] = []
+        result: list[Tensor] = []
         forward(
             self.chunks,
             micro_batches,
             {"hidden_states": True},
             max_tokens,
-            lambda _, output: found.append(output),
+            lambda _, output: result.append(output),
         )
-        return found
+        return result
 
     def head_weight(self) -> Tensor:
         """[V / TP, h]: this rank's rows of its output layer; only on the last pipeline stage."""
@@ -93,8 +93,8 @@ def teachers_of(config: Config, policy: Architecture, acceleration: Acceleration
         ConfigError: see ``DistillationConfig.teacher_architectures``.
     """
     distillation = config.algorithm.distillation
-    found = distillation.teacher_architectures(policy, config.learner, config.model.families)
-    pairs = zip(found, distillation.paths, strict=True)
+    result = distillation.teacher_architectures(policy, config.learner, config.model.families)
+    pairs = zip(result, distillation.paths, strict=True)
     return [
         FrozenTeacher(config.learner, config.trainer, architecture, path, acceleration) for architecture, path in pairs
     ]
@@ -105,12 +105,12 @@ def last_hidden_states(
 ) -> list[Tensor]:
     """``FrozenTeacher.hidden_states`` of each micro-batch by the teacher of its number, in the order of
     ``micro_batches``, which are in the order of their teachers."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for number, teacher in enumerate(teachers):
         own = [each for each in micro_batches if each.part == number]
         if own:
-            found += teacher.hidden_states(own, max_tokens)
-    return found
+            result += teacher.hidden_states(own, max_tokens)
+    return result
 
 
 def teacher_of_rows(batch: TrajectoryBatch) -> Int64Array:

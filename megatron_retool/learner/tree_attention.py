@@ -56,15 +56,15 @@ class _TreeAttention(torch.autograd.Function):
         for bucket in tree.nodes:
             part = slice(start, start + bucket.tokens)
             q, k, v = (_grid(x, part, bucket, heads) for x in (query, key, value))
-            found, sums = _forward(q, k, v, 0.0, True, scale=scale)
-            out[part] = _tokens(found, bucket)
+            result, sums = _forward(q, k, v, 0.0, True, scale=scale)
+            out[part] = _tokens(result, bucket)
             log_sums[part] = _tokens(sums.unsqueeze(-1), bucket).squeeze(-1)
             start = part.stop
         for begin, end, subtree_end in tree.stems:
             below = slice(end, subtree_end)
             q = _fold(query[below], key.size(1))
-            found, sums = _forward(q, _whole(key[begin:end]), _whole(value[begin:end]), 0.0, False, scale=scale)
-            other, other_sums = _unfold(found, heads), _unfold(sums.unsqueeze(-1), heads).squeeze(-1)
+            result, sums = _forward(q, _whole(key[begin:end]), _whole(value[begin:end]), 0.0, False, scale=scale)
+            other, other_sums = _unfold(result, heads), _unfold(sums.unsqueeze(-1), heads).squeeze(-1)
             total = torch.logaddexp(log_sums[below], other_sums)
             out[below] *= (log_sums[below] - total).exp_().unsqueeze(-1)
             out[below] += other * (other_sums - total).exp_().unsqueeze(-1)
@@ -93,8 +93,8 @@ class _TreeAttention(torch.autograd.Function):
                 padding[bucket.cells] = False
                 sums.masked_fill_(padding.view(bucket.batch, 1, bucket.length), torch.inf)
                 g = g.masked_fill(padding.view(bucket.batch, 1, bucket.length, 1), 0.0)
-            found = _backward(g, q, k, v, o, sums, 0.0, True, scale=ctx.scale)
-            for whole, piece in zip(grads, found, strict=True):
+            result = _backward(g, q, k, v, o, sums, 0.0, True, scale=ctx.scale)
+            for whole, piece in zip(grads, result, strict=True):
                 piece = _tokens(piece, bucket)
                 if whole.size(1) != heads:
                     piece = piece.unflatten(1, (groups, -1)).sum(2)

@@ -133,7 +133,7 @@ class RewardFailures:
     def record(self, step: int, rows: Sequence[Trajectory]) -> None:
         """``rows``: the step's scored trajectories."""
         rollouts = [rollout[0] for rollout in rollouts_of(rows)]
-        failed = [found for found in map(reward_failure, rollouts) if found is not None]
+        failed = [result for result in map(reward_failure, rollouts) if result is not None]
         kinds = Counter(kind for kind, _ in failed)
         if not failed or (set(kinds) <= self._known and len(failed) < self.share * len(rollouts)):
             return

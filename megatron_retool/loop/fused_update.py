@@ -68,14 +68,14 @@ async def learn_fused(
     first, *others = mini_batch_rows(config.trainer, config.learner, batch, step)
     rest = np.sort(np.concatenate(others)) if others else np.zeros(0, np.int64)
     batch = await add_ref_log_probs(run, batch, kept, timer)
-    found: dict[str, npt.NDArray[np.float32]] = {}
+    result: dict[str, npt.NDArray[np.float32]] = {}
     rest_has_loss = False
     if not len(rest):
         with timer.phase(Phase.OLD_LOG_PROB):  # of no length, so that every step has the same metrics
             pass
     else:
         part, _ = await add_old_log_probs(run, batch.select(rest), timer)
-        _put(found, batch, rest, {name: new for name, new in part.columns.items() if name not in batch.columns})
+        _put(result, batch, rest, {name: new for name, new in part.columns.items() if name not in batch.columns})
         with timer.phase(Phase.ADVANTAGE):
             corrected, _, _ = correct_rollout(
                 config.learner, config.algorithm, part, [kept[row] for row in rest], step - 1
@@ -92,10 +92,10 @@ async def learn_fused(
     columns = {"old_log_probs": update["log_probs"], "entropy": update["entropy"]}
     if "routing_flips" in update:
         columns["routing_flips"] = update["routing_flips"]
-    _put(found, batch, first, columns)
+    _put(result, batch, first, columns)
     with timer.phase(Phase.ADVANTAGE):
         batch, correction_metrics, _ = correct_rollout(
-            config.learner, config.algorithm, batch.with_columns(**found), kept, step - 1
+            config.learner, config.algorithm, batch.with_columns(**result), kept, step - 1
         )
     fused_tokens = int(mini_batch.loss_mask.sum()) / max(int(batch.loss_mask.sum()), 1)
     metrics |= correction_metrics | {"actor/fused_old_log_probs": fused_tokens}

@@ -43,8 +43,8 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
     Returns:
         Whether the run is at its end already.
     """
-    found = changed_settings(resume.path.parents[1] / "config.yaml", config)
-    changed = {key: values for key, values in found.items() if not key.startswith(_NOT_HOW_IT_TRAINS)}
+    result = changed_settings(resume.path.parents[1] / "config.yaml", config)
+    changed = {key: values for key, values in result.items() if not key.startswith(_NOT_HOW_IT_TRAINS)}
     length = _run_length(config.trainer, resume, changed)
     finished = length is not None and resume.step >= length
 

@@ -43,8 +43,8 @@ def step_path(folder: Path, step: int, part: Literal["trajectories", "learner", 
 
 def stored_steps(rollouts: Path) -> list[int]:
     """Numbers of the steps whose trajectories lie in ``rollouts``, ascending."""
-    found = (_STEP_FILE.fullmatch(path.name) for path in rollouts.glob("step_*.parquet"))
-    return sorted(int(match[1]) for match in found if match)
+    result = (_STEP_FILE.fullmatch(path.name) for path in rollouts.glob("step_*.parquet"))
+    return sorted(int(match[1]) for match in result if match)
 
 
 def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batch: TrajectoryBatch) -> None:
@@ -66,9 +66,9 @@ def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapp
         rank_seconds: by role (learner, critic), of each rank in the step's updates.
     """
     path = step_path(run.config.trainer.run_dir / "rollouts", step, "times")
-    found = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
+    result = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
     with run.write_errors.tolerated(path):
-        write_text(path, json.dumps(found))
+        write_text(path, json.dumps(result))
 
 
 def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:

@@ -47,7 +47,7 @@ def validation_metrics(
     """
     full = _names(rollout.val.n, groups)
     full += [
-        f"val-aux/{source}/acc/{group}/mean@{rollout.val.n}" for source, found in groups.items() for group in found
+        f"val-aux/{source}/acc/{group}/mean@{rollout.val.n}" for source, result in groups.items() for group in result
     ]
     quick = _names(rollout.quick_val.n, groups) if trainer.quick_test_freq else []
     return list(dict.fromkeys(full + [quick_name(name) for name in quick]))
@@ -118,10 +118,10 @@ def _groups(data: DataConfig) -> dict[str, list[str]] | None:
     groups: dict[str, list[str]] = {ALL: []}
     known = difficulties([(prompt.data_source, prompt.extra_info) for prompt in prompts])
     for prompt, difficulty in zip(prompts, known, strict=True):
-        found = groups.setdefault(prompt.data_source, [])
-        if difficulty is not None and difficulty.group not in found:
-            found.append(difficulty.group)
-    return {source: sorted(found) if len(found) > 1 else [] for source, found in groups.items()}
+        result = groups.setdefault(prompt.data_source, [])
+        if difficulty is not None and difficulty.group not in result:
+            result.append(difficulty.group)
+    return {source: sorted(result) if len(result) > 1 else [] for source, result in groups.items()}
 
 
 def _source_of(name: str) -> str:

@@ -73,7 +73,7 @@ def code_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     chosen_calls = evenly_chosen(calls, MAX_CLASSIFIED)
     purposes = Counter(purpose_of(code) for code, _ in chosen_calls)
     metrics |= {f"code/purpose/{purpose.value}": purposes[purpose] / len(chosen_calls) for purpose in Purpose}
-    corrected = [found for t in trajectories if (found := _corrected(t)) is not None]
+    corrected = [result for t in trajectories if (result := _corrected(t)) is not None]
     if corrected:
         metrics["code/self_correction_rate"] = float(np.mean(corrected))
     return metrics

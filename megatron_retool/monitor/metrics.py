@@ -218,10 +218,10 @@ class StepTimer:
     @property
     def seconds(self) -> dict[Phase, float]:
         """Of each phase that has ended."""
-        found: dict[Phase, float] = {}
+        result: dict[Phase, float] = {}
         for phase, _, seconds in self.spans:
-            found[phase] = found.get(phase, 0.0) + seconds
-        return found
+            result[phase] = result.get(phase, 0.0) + seconds
+        return result
 
     def metrics(self) -> dict[str, float]:
         """Seconds of each phase by its metric's name."""

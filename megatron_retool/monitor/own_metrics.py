@@ -27,13 +27,13 @@ step_metrics: Registry[StepMetric] = Registry(
 
 def own_metrics(config: TrainerConfig, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """own/<name>: what the functions of ``config.metrics`` say of scored trajectories, without those that fail."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for target in config.metrics if trajectories else ():
         try:
-            found |= _called(_bound(config, target), trajectories)
+            result |= _called(_bound(config, target), trajectories)
         except ExtensionError as error:
             logger.warning("%s: left out of this step", error)
-    return found
+    return result
 
 
 def check_own_metrics(config: TrainerConfig) -> None:
@@ -57,13 +57,13 @@ def _bound(config: TrainerConfig, target: str) -> Extension[StepMetric]:
 
 
 def _called(metric: Extension[StepMetric], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    found: Any = metric.attempt(trajectories)
-    if not isinstance(found, Mapping):
-        raise ExtensionError(f"{metric.label}: it returned {type(found).__name__}: return numbers by name, as a dict")
-    for name, value in found.items():
+    result: Any = metric.attempt(trajectories)
+    if not isinstance(result, Mapping):
+        raise ExtensionError(f"{metric.label}: it returned {type(result).__name__}: return numbers by name, as a dict")
+    for name, value in result.items():
         if not isinstance(name, str) or not name or not hasattr(value, "__float__"):
             raise ExtensionError(f"{metric.label}: it returned {str(value)[:40]!r} as {name!r}: return numbers by name")
-    return {f"{PREFIX}{name}": float(value) for name, value in found.items()}
+    return {f"{PREFIX}{name}": float(value) for name, value in result.items()}
 
 
 def _made_up() -> list[Trajectory]:

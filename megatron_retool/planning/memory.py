@@ -124,12 +124,12 @@ def _shards(
         parts[part] += [(size, spread, is_matrix) for size in sizes]
     return {
         part: _Shard(
-            dense=_counted(size for size, spread, _ in found if not spread),
-            expert=_counted(size for size, spread, _ in found if spread),
-            matrices=sum(size for size, _, is_matrix in found if is_matrix),
+            dense=_counted(size for size, spread, _ in result if not spread),
+            expert=_counted(size for size, spread, _ in result if spread),
+            matrices=sum(size for size, _, is_matrix in result if is_matrix),
             frozen=frozen[part],
         )
-        for part, found in parts.items()
+        for part, result in parts.items()
     }
 
 
@@ -441,7 +441,7 @@ def learner_memory(
     if adapters is not None and not algorithm.distillation.paths:
         frozen = []
     micro_batches = max(1, learner.mini_batch_size // layout.data)
-    found = []
+    result = []
     with_predictors = architecture.with_predictors() if learner.mtp.train else architecture
 
     def states_of(model: Architecture, stage: int) -> StateBytes:
@@ -470,7 +470,7 @@ def learner_memory(
             )
             numbers = (layout.layers(architecture, stage, n) for n in range(layout.virtual_pipeline or 1))
             copies = 2.0 * sum(_layers(shards, architecture, each).elements for each in numbers)
-        found.append(
+        result.append(
             LearnerMemory(
                 stage=stage,
                 parameters=states.parameters,
@@ -486,4 +486,4 @@ def learner_memory(
                 runtime=0.5 * 2**30 if on_cpu else RUNTIME_BYTES,
             )
         )
-    return max(found, key=lambda memory: memory.total)
+    return max(result, key=lambda memory: memory.total)

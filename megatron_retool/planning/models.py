@@ -48,13 +48,13 @@ def resolve_architecture(model: ModelConfig, demo: DemoConfig, named: str | None
     if demo.enable and named is None:
         return "demo", demo_architecture(demo)
     wanted = _letters(Path(text).name)
-    found = [name for name in MODELS if _letters(name) in wanted]
-    if not found:
+    result = [name for name in MODELS if _letters(name) in wanted]
+    if not result:
         key = f"--model {named!r}" if named else f"model.path={text!r}"
         raise ConfigError(
             f"{key} has no config.json and is not one of the known models: pass --model with one of {', '.join(MODELS)}"
         )
-    name = max(found, key=len)
+    name = max(result, key=len)
     return name, preset(name)
 
 

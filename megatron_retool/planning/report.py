@@ -177,8 +177,8 @@ def _staleness(time: StepTime) -> str:
 
 
 def _parts(parts: dict[str, float]) -> str:
-    found = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in parts.items() if value >= 0.005]
-    return ", ".join(found)
+    result = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in parts.items() if value >= 0.005]
+    return ", ".join(result)
 
 
 def _against(measured: dict[str, float] | None, name: str, predicted: float) -> list[str]:

@@ -195,8 +195,8 @@ class Planner:
         world = self._learner_gpus()
         if world != self.config.learner.world_size:
             knobs += [{"learner__world_size": world, **changes} for changes in ({}, *knobs)]
-        found = [candidate for changes in knobs if (candidate := self.candidate(changes))]
-        return sorted(found, key=lambda candidate: candidate.seconds)
+        result = [candidate for changes in knobs if (candidate := self.candidate(changes))]
+        return sorted(result, key=lambda candidate: candidate.seconds)
 
     def _single_knobs(self) -> Iterator[dict[str, Any]]:
         learner, engine = self.config.learner, self.config.rollout.engine

@@ -45,9 +45,9 @@ def figures(summaries: Sequence[Summary]) -> dict[str, list[str]]:
     last = [list(summary.validations.items())[-1:] for summary in summaries]
     rows: dict[str, list[str]] = {}
     if any(last):
-        rows["last validation"] = [found[0][0].split(",")[0] if found else ABSENT for found in last]
-    for name in dict.fromkeys(key for found in last for _, values in found for key in values):
-        rows[name] = [f"{found[0][1][name]:.3f}" if found and name in found[0][1] else ABSENT for found in last]
+        rows["last validation"] = [result[0][0].split(",")[0] if result else ABSENT for result in last]
+    for name in dict.fromkeys(key for result in last for _, values in result for key in values):
+        rows[name] = [f"{result[0][1][name]:.3f}" if result and name in result[0][1] else ABSENT for result in last]
     for name in dict.fromkeys(key for summary in summaries for key in summary.training):
         rows[name] = [summary.training.get(name, ABSENT) for summary in summaries]
     return rows

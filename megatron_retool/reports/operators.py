@@ -187,8 +187,8 @@ async def _sample(url: str, vocabulary: int, texts: int, tokens: int, seed: int)
         requests = [
             GenerateRequest([start], tokens, sampling, stop, seed=seed + number) for number, start in enumerate(starts)
         ]
-        found = await asyncio.gather(*(client.generate(request) for request in requests))
-    return [[start, *each.output_ids] for start, each in zip(starts, found, strict=True)]
+        result = await asyncio.gather(*(client.generate(request) for request in requests))
+    return [[start, *each.output_ids] for start, each in zip(starts, result, strict=True)]
 
 
 async def _score(url: str, texts: Texts) -> Scores:
@@ -241,12 +241,12 @@ class _OneRank:
             self._device,
             quadratic_cost=flops.quadratic_cost(self._architecture),
         )
-        found = np.zeros(sum(len(text) - 1 for text in texts))
+        result = np.zeros(sum(len(text) - 1 for text in texts))
         with torch.no_grad():
             for micro_batch in packer.micro_batches(_batch(texts)):
                 places = micro_batch.response_positions[micro_batch.slots.numpy()]
-                found[places] = model.eval()(micro_batch)[0].numpy()
-        return found.reshape(len(texts), -1)
+                result[places] = model.eval()(micro_batch)[0].numpy()
+        return result.reshape(len(texts), -1)
 
 
 def _batch(texts: Texts) -> TrajectoryBatch:

@@ -59,7 +59,7 @@ def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]], problems:
         problems: gets a sentence for each file that is damaged; its step is left out.
     """
     steps = sorted({row["step"] for row in rows if any(name.startswith("val-core/") for name in row)})
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    result: dict[tuple[str, str], dict[int, float]] = {}
     extra_info: dict[tuple[str, str], Mapping[str, Any]] = {}
     for step in steps:
         path = step_path(run_dir / "validation", step)
@@ -71,12 +71,12 @@ def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]], problems:
             continue
         for info, accuracy in validated:
             key = (str(info.get("data_source", "unknown")), str(info.get("uid", info.get("index"))))
-            found.setdefault(key, {})[step] = accuracy
+            result.setdefault(key, {})[step] = accuracy
             extra_info.setdefault(key, info)
-    known = dict(zip(found, difficulties([(key[0], extra_info[key]) for key in found]), strict=True))
+    known = dict(zip(result, difficulties([(key[0], extra_info[key]) for key in result]), strict=True))
     return [
-        _of_source(source, steps, {key: found[key] for key in found if key[0] == source}, extra_info, known)
-        for source in sorted({source for source, _ in found})
+        _of_source(source, steps, {key: result[key] for key in result if key[0] == source}, extra_info, known)
+        for source in sorted({source for source, _ in result})
     ]
 
 
@@ -88,15 +88,15 @@ def draw_problems(
     Returns:
         (name of the picture without its ending, title); none where the run has no validation's file.
     """
-    found = problem_accuracy(run_dir, rows, problems)
-    if not found:
+    result = problem_accuracy(run_dir, rows, problems)
+    if not result:
         return []
-    write_text(target / TABLE, _table(found))
-    maps = found if len(found) <= MAX_MAPS else [_together(found)]
+    write_text(target / TABLE, _table(result))
+    maps = result if len(result) <= MAX_MAPS else [_together(result)]
     pictures = []
     for number, one in enumerate(maps):
         name = f"validation_problems_{number}" if len(maps) > 1 else "validation_problems"
-        title = f"Accuracy by problem: {one.source}" if len(found) > 1 else "Accuracy by problem"
+        title = f"Accuracy by problem: {one.source}" if len(result) > 1 else "Accuracy by problem"
         _draw(one, title, target / f"{name}.png")
         pictures.append((name, title))
     return pictures

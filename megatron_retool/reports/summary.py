@@ -97,20 +97,20 @@ def _training(rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]) -
     def column(name: str) -> list[float]:
         return [float(row[name]) for row in rows if row.get(name) is not None]
 
-    found = {}
+    result = {}
     steps = column(Phase.STEP.metric)
     if steps:
-        found["steps"] = f"{len(steps)}, median {median(steps):.1f} s, together {_duration(sum(steps))}"
+        result["steps"] = f"{len(steps)}, median {median(steps):.1f} s, together {_duration(sum(steps))}"
     tokens = sum(column("perf/total_num_tokens"))
     if tokens:
-        found["tokens trained on"] = f"{tokens:,.0f}"
+        result["tokens trained on"] = f"{tokens:,.0f}"
     differences = column("rollout_corr/log_prob_abs_diff")
     if differences:
-        found["|Δ log p| of engine and learner"] = f"median {median(differences):.2g}, largest {max(differences):.2g}"
+        result["|Δ log p| of engine and learner"] = f"median {median(differences):.2g}, largest {max(differences):.2g}"
     if seconds:
         stages = {**seconds, "all": sum(seconds.values())}
-        found["seconds by stage"] = ", ".join(f"{name} {value:.0f}" for name, value in stages.items())
-    return found
+        result["seconds by stage"] = ", ".join(f"{name} {value:.0f}" for name, value in stages.items())
+    return result
 
 
 def _duration(seconds: float) -> str:

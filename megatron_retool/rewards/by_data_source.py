@@ -92,14 +92,14 @@ def _gsm8k(data_source: str, solution: str, truth: Any, extra_info: dict[str, An
 
 
 def _one_or_zero(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    found = score.compute_score(data_source, solution, truth, extra_info)
-    return {**found, "score": found["acc"]}
+    result = score.compute_score(data_source, solution, truth, extra_info)
+    return {**result, "score": result["acc"]}
 
 
 def _geometry(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    found = score.compute_score(data_source, solution, truth, extra_info)
+    result = score.compute_score(data_source, solution, truth, extra_info)
     formatted = _REASONING.fullmatch(_final_turn(solution, extra_info)) is not None
-    return {**found, "score": 0.9 * found["acc"] + 0.1 * formatted, "format": formatted}
+    return {**result, "score": 0.9 * result["acc"] + 0.1 * formatted, "format": formatted}
 
 
 def _search(data_source: str, solution: str, truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:

@@ -48,12 +48,12 @@ def difficulties(problems: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Diff
     Args:
         problems: data source and extra_info of all problems: the groups of a source depend on all that it has.
     """
-    found: list[Difficulty | None] = [None] * len(problems)
+    result: list[Difficulty | None] = [None] * len(problems)
     for source in {name for name, _ in problems}:
         places = [place for place, (name, _) in enumerate(problems) if name == source]
         for place, difficulty in zip(places, _of_source(source, [problems[place][1] for place in places]), strict=True):
-            found[place] = difficulty
-    return found
+            result[place] = difficulty
+    return result
 
 
 def problem_number(source: str, extra_info: Mapping[str, Any]) -> int | None:
@@ -91,9 +91,9 @@ def difficulty_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     most = {source: max(len(each) for (name, _), each in samples.items() if name == source) for source in groups}
     return {
         f"val-aux/{source}/acc/{group}/mean@{most[source]}": float(np.mean(sorted(means)))
-        for source, found in groups.items()
-        if len(found) > 1
-        for group, means in sorted(found.items())
+        for source, result in groups.items()
+        if len(result) > 1
+        for group, means in sorted(result.items())
     }
 
 

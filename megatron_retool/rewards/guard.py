@@ -72,13 +72,13 @@ def _reaped(child: int) -> tuple[bool, int | None]:
     status = None
     while True:
         try:
-            pid, found = os.waitpid(-1, os.WNOHANG)
+            pid, result = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return False, status
         if pid == 0:
             return True, status
         if pid == child:
-            status = found
+            status = result
 
 
 def _exit_as(status: int) -> None:

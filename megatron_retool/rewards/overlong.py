@@ -24,10 +24,10 @@ def length_penalty(penalty: Extension[LengthPenalty], length: int, max_response_
     Raises:
         ExtensionError: it raised, or did not return a finite number.
     """
-    found: Any = penalty.attempt(length, max_response_length)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise ExtensionError(f"{penalty.label}: it returned {str(found)[:40]!r} for {length} tokens: return a number")
-    return float(found)
+    result: Any = penalty.attempt(length, max_response_length)
+    if isinstance(result, bool) or not isinstance(result, int | float) or not math.isfinite(result):
+        raise ExtensionError(f"{penalty.label}: it returned {str(result)[:40]!r} for {length} tokens: return a number")
+    return float(result)
 
 
 @length_penalties.register("soft_punish")

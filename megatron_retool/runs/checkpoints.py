@@ -109,12 +109,12 @@ class Checkpoint:
 
 def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """All complete checkpoints of a run, oldest first."""
-    found = []
+    result = []
     for path in (run_dir / "checkpoints").glob("global_step_*"):
         match = CHECKPOINT_NAME.fullmatch(path.name)
         if match and (path / COMPLETE_NAME).exists():
-            found.append(Checkpoint(path, int(match[1])))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+            result.append(Checkpoint(path, int(match[1])))
+    return sorted(result, key=lambda checkpoint: checkpoint.step)
 
 
 def find_resume_point(trainer: TrainerConfig) -> Checkpoint | None:
@@ -127,10 +127,10 @@ def find_resume_point(trainer: TrainerConfig) -> Checkpoint | None:
         ConfigError: resume_path names something that is not a complete checkpoint.
         DamagedError: a file of the checkpoint is not what it was; the message offers the checkpoint before it.
     """
-    found = _chosen(trainer, trainer.run_dir)
-    if found is not None and trainer.verify_checkpoints:
-        found.check_quickly()
-    return found
+    result = _chosen(trainer, trainer.run_dir)
+    if result is not None and trainer.verify_checkpoints:
+        result.check_quickly()
+    return result
 
 
 def _chosen(trainer: TrainerConfig, run_dir: Path) -> Checkpoint | None:
@@ -138,8 +138,8 @@ def _chosen(trainer: TrainerConfig, run_dir: Path) -> Checkpoint | None:
     if mode == "disable":
         return None
     if mode == "auto":
-        found = complete_checkpoints(run_dir)
-        return found[-1] if found else None
+        result = complete_checkpoints(run_dir)
+        return result[-1] if result else None
     path = Path(trainer.resume_from_path or "")
     if (weights := weights_checkpoint(path)) is not None:
         raise ConfigError(

@@ -135,24 +135,24 @@ def find_base(config: Config) -> DemoBase | None:
             )
         return base
     settings = base_settings(config)
-    found = [
+    result = [
         base
         for path in run_dir.parent.glob(f"*/{STATE_FILE}")
         if (base := DemoBase(path.parent)).missing is None
         and "settings" in (state := read_state(path.parent))
         and difference(state["settings"], settings) is None
     ]
-    return max(found, key=lambda base: base.sft_mcore.stat().st_mtime, default=None)
+    return max(result, key=lambda base: base.sft_mcore.stat().st_mtime, default=None)
 
 
 def missing_base(config: Config) -> str:
     """Why ``demo.base=auto`` found nothing: the runs that have a base, and where each differs."""
     settings = base_settings(config)
     reasons = [
-        f"{path.parent} has {found}"
+        f"{path.parent} has {result}"
         for path in sorted(config.trainer.run_dir.parent.glob(f"*/{STATE_FILE}"))
         if DemoBase(path.parent).missing is None
-        and (found := difference(read_state(path.parent).get("settings", {}), settings))
+        and (result := difference(read_state(path.parent).get("settings", {}), settings))
     ]
     where = "; ".join(reasons) or f"no run in {config.trainer.run_dir.parent} has one"
     return (

@@ -82,8 +82,8 @@ def begin(run_dir: Path) -> None:
 
 def write_engines(run_dir: Path, engines: Sequence[RunEngine]) -> None:
     """Say which engines the run of this process has."""
-    found = {"host": socket.gethostname(), "process": os.getpid(), "engines": [asdict(engine) for engine in engines]}
-    write_text(run_dir / FILE, json.dumps(found, indent=1) + "\n")
+    result = {"host": socket.gethostname(), "process": os.getpid(), "engines": [asdict(engine) for engine in engines]}
+    write_text(run_dir / FILE, json.dumps(result, indent=1) + "\n")
 
 
 def end(run_dir: Path) -> None:
@@ -104,11 +104,11 @@ def read_engines(run_dir: Path) -> list[RunEngine]:
             f"{path} is missing: no training is at work in {run_dir}, or it has not started its engines yet"
         )
     try:
-        found = _read(path)
-        host, process = str(found["host"]), int(found["process"])
+        result = _read(path)
+        host, process = str(result["host"]), int(result["process"])
         engines = [
             RunEngine(int(each["number"]), str(each["url"]), int(each["node"]), tuple(map(int, each["gpus"])))
-            for each in found["engines"]
+            for each in result["engines"]
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is damaged ({error!r}): it is written again when the run starts") from error
@@ -129,9 +129,9 @@ def take_answer(request: Path) -> Answer | None:
     path = request.with_suffix(".answer")
     if not path.is_file():
         return None
-    found = _read(path)
+    result = _read(path)
     path.unlink()
-    return Answer(bool(found["done"]), str(found["text"]))
+    return Answer(bool(result["done"]), str(result["text"]))
 
 
 def withdraw(request: Path) -> None:
@@ -141,16 +141,16 @@ def withdraw(request: Path) -> None:
 
 def take_requests(run_dir: Path) -> list[tuple[Path, EngineRequest]]:
     """Requests that wait, the oldest first, which are deleted. One that cannot be read is answered with the reason."""
-    found = []
+    result = []
     for path in sorted((run_dir / REQUESTS).glob("*.json")):
         try:
             request = EngineRequest.parse(_read(path))
         except (OSError, ValueError) as error:
             answer(path, Answer(False, str(error)))
         else:
-            found.append((path, request))
+            result.append((path, request))
         path.unlink(missing_ok=True)
-    return found
+    return result
 
 
 def answer(request: Path, said: Answer) -> None:

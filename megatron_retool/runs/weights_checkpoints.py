@@ -35,8 +35,8 @@ def weights_checkpoint(path: Path) -> WeightsCheckpoint | None:
 
 def weights_checkpoints(run_dir: Path) -> list[WeightsCheckpoint]:
     """All complete ones of a run, oldest first."""
-    found = [weights_checkpoint(path) for path in (run_dir / "checkpoints").glob("weights_step_*")]
-    return sorted((each for each in found if each is not None), key=lambda each: each.step)
+    result = [weights_checkpoint(path) for path in (run_dir / "checkpoints").glob("weights_step_*")]
+    return sorted((each for each in result if each is not None), key=lambda each: each.step)
 
 
 def weights_workspace_path(run_dir: Path, step: int) -> Path:

@@ -241,11 +241,11 @@ class Lines:
             except OSError:
                 read = b""
             *lines, rest = (rest + read).split(b"\n")
-            found: list[str | None] = [line.decode(errors="replace") for line in lines]
+            result: list[str | None] = [line.decode(errors="replace") for line in lines]
             if not read:
-                found += [rest.decode(errors="replace")] if rest else []
-                found.append(None)
-            for line in found:
+                result += [rest.decode(errors="replace")] if rest else []
+                result.append(None)
+            for line in result:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
             if not read:

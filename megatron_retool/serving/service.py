@@ -185,11 +185,11 @@ def engine_gpus(rollout: RolloutConfig) -> list[list[str] | None]:
     engine = rollout.engine
     if resolve_device(engine.device) == "cpu":
         return [None] * engine.count
-    each, found = engine.tensor_parallel_size, len(nvidia_smi("name"))
-    if engine.count * each > found:
+    each, result = engine.tensor_parallel_size, len(nvidia_smi("name"))
+    if engine.count * each > result:
         raise ConfigError(
             f"rollout.engine.count x tensor_parallel_size = {engine.count} x {each} GPUs, and this machine shows "
-            f"{found}: lower them (rollout.engine.count=1 serves from one engine), or set rollout.engine.device=cpu"
+            f"{result}: lower them (rollout.engine.count=1 serves from one engine), or set rollout.engine.device=cpu"
         )
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [list(visible_devices(range(index * each, (index + 1) * each), inherited)) for index in range(engine.count)]

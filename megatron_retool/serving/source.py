@@ -73,9 +73,9 @@ def find_source(
         path, name = given, f"{run_dir.name}/{given.name}" if run_dir is not None else given.resolve().name
         description = target
     elif run_dir is not None and run_dir == given.resolve():
-        path, found = _of_run(given, step)
+        path, result = _of_run(given, step)
         name = run_dir.name
-        description = f"{target}, step {found} ({path.name})" if found is not None else f"{target} ({path.name})"
+        description = f"{target}, step {result} ({path.name})" if result is not None else f"{target} ({path.name})"
     else:
         raise InputError(
             f"{target} is neither a run (it has no config.yaml) nor a checkpoint (no {FORMAT_NAME}) nor a Hugging Face "

@@ -19,15 +19,15 @@ def of_training(config: DataConfig) -> tuple[str | None, str]:
 
     The first rows of data.train_files, or of data.val_files without them, are read; a file that is gone is passed over.
     """
-    found: dict[str | None, None] = {}
+    result: dict[str | None, None] = {}
     for file in config.train_files or config.val_files:
         for prompt in _first_prompts(Path(file), config.prompt_key):
-            found[_system_message(prompt)] = None
-    if not found:
+            result[_system_message(prompt)] = None
+    if not result:
         return None, "system message: none (the run's prompt files are not here): --system TEXT sets one"
-    if len(found) > 1:
+    if len(result) > 1:
         return None, "system message: none (the run's prompts have different ones): --system TEXT sets one"
-    (message,) = found
+    (message,) = result
     if message is None:
         return None, "system message: none, as in the run's prompts"
     return message, f"system message: {_shown(message)} (the run's; --system TEXT or --no-system)"

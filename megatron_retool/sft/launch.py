@@ -112,12 +112,12 @@ def _launch(learner: LearnerConfig, config_file: Path, leave: LeaveRequest) -> N
 
 def _ranks() -> list[int]:
     """Process ids of the ranks that this process has started."""
-    found = []
+    result = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if _MODULE in child.cmdline():
-                found.append(child.pid)
-    return found
+                result.append(child.pid)
+    return result
 
 
 def _failure_message(rank: int, failure: Any) -> str:

@@ -39,7 +39,7 @@ def preference_update(learner: Learner, pairs: TrajectoryBatch, stage: SFTStage)
     Returns:
         loss, dpo_accuracy, dpo_margin, dpo_chosen_reward, dpo_rejected_reward, grad_norm, lr.
     """
-    found = preference_loss(learner, pairs, stage)
-    weights = found.log_prob_weights.reshape(-1)[pairs.sequence_ids]
+    result = preference_loss(learner, pairs, stage)
+    weights = result.log_prob_weights.reshape(-1)[pairs.sequence_ids]
     metrics = learner.sft_update(pairs.with_columns(loss_weights=weights * pairs.loss_mask))
-    return {**metrics, "loss": found.loss, **found.metrics}
+    return {**metrics, "loss": result.loss, **result.metrics}

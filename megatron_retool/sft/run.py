@@ -246,8 +246,8 @@ class Run:
                 loss = self.learner.top_tokens_loss(batch, stage.val.top_tokens(rows))
                 values, weight = {"loss": loss}, int(batch.loss_mask.sum())
             elif stage.settings.loss == "dpo":
-                found, weight = preference_loss(self.learner, batch, stage.settings), len(rows)
-                values = {"loss": found.loss, "dpo_accuracy": found.metrics["dpo_accuracy"]}
+                result, weight = preference_loss(self.learner, batch, stage.settings), len(rows)
+                values = {"loss": result.loss, "dpo_accuracy": result.metrics["dpo_accuracy"]}
             else:
                 values, weight = {"loss": self.learner.sft_loss(batch)}, int(batch.loss_mask.sum())
             totals.update({name: value * weight for name, value in values.items()})

@@ -49,10 +49,10 @@ class Checkpoints:
         Raises:
             ApiError: 404, there is no such checkpoint.
         """
-        found = self._checkpoints.get(path)
-        if found is None or _has_expired(found):
+        result = self._checkpoints.get(path)
+        if result is None or _has_expired(result):
             raise ApiError(404, f"{field_name}: there is no checkpoint {path}", code="not_found", param=field_name)
-        return found
+        return result
 
     def of(self, path: str | None) -> Checkpoint | None:
         """The checkpoint of a path, where there is one."""
@@ -64,8 +64,8 @@ class Checkpoints:
 
     def named(self, run: str | None = None) -> list[Checkpoint]:
         """The newest first; those that sampling sessions made for themselves are left out."""
-        found = [each for each in self._checkpoints.values() if run is None or each.path.run == run]
-        return [each for each in reversed(found) if not each.unnamed and not _has_expired(each)]
+        result = [each for each in self._checkpoints.values() if run is None or each.path.run == run]
+        return [each for each in reversed(result) if not each.unnamed and not _has_expired(each)]
 
     def unnamed(self, run: str) -> list[Checkpoint]:
         """Those that sampling sessions made for themselves, the oldest first."""

@@ -93,6 +93,6 @@ class TinkerDeployment:
         assert number is not None  # no engine of this server is ever removed
         self._say(f"engine {number} ended: starting it again")
         self.sampler.forget_engine(url)
-        found = await self._engines.restart(number, self.config.model.path)
-        self.sampler.forget_engine(found)
-        return found
+        result = await self._engines.restart(number, self.config.model.path)
+        self.sampler.forget_engine(result)
+        return result

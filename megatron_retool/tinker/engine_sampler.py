@@ -84,7 +84,7 @@ class EngineSampler:
         finally:
             for draw in draws:
                 draw.cancel()
-        return SampleResult([found for found, _ in drawn], **scored, cached_tokens=max(cached for _, cached in drawn))
+        return SampleResult([result for result, _ in drawn], **scored, cached_tokens=max(cached for _, cached in drawn))
 
     async def _drawn(self, adapter: str | None, request: SampleRequest, index: int) -> tuple[SampledTokens, int]:
         """A sample, and the prompt's tokens that the engine had in its cache."""
@@ -107,18 +107,18 @@ class EngineSampler:
         )
 
         async def generate(client: Any) -> GenerateResult:
-            found: GenerateResult = await client.generate(wanted)
-            if found.finish_reason == "abort":
+            result: GenerateResult = await client.generate(wanted)
+            if result.finish_reason == "abort":
                 raise EngineFailed(client.base_url, "it ended the request by itself", "/generate")
-            return found
+            return result
 
-        found = await self._asked(adapter, request.prompt, len(request.prompt) + most, generate)
+        result = await self._asked(adapter, request.prompt, len(request.prompt) + most, generate)
         top = None
         if request.top_sampled:
-            rows = zip(found.top_ids or [], found.top_log_probs or [], strict=True)
+            rows = zip(result.top_ids or [], result.top_log_probs or [], strict=True)
             top = _table([list(zip(*row, strict=True)) for row in rows], request.top_sampled)
-        tokens, log_probs = np.array(found.output_ids, np.int64), np.array(found.log_probs, np.float32)
-        return SampledTokens(tokens, log_probs, found.finish_reason == "stop", top), found.cached_tokens
+        tokens, log_probs = np.array(result.output_ids, np.int64), np.array(result.log_probs, np.float32)
+        return SampledTokens(tokens, log_probs, result.finish_reason == "stop", top), result.cached_tokens
 
     async def _scored(self, adapter: str | None, request: SampleRequest) -> dict[str, Any]:
         """The fields of ``SampleResult`` that are about the prompt."""
@@ -128,7 +128,7 @@ class EngineSampler:
         # Targets are asked for at all places.
         start = request.scored_from if targets is None else 1
         if start >= length:
-            found = ScoredText([], [], [])
+            result = ScoredText([], [], [])
         else:
             wanted = ScoreRequest(
                 input_ids=request.prompt.tolist(),
@@ -137,22 +137,22 @@ class EngineSampler:
                 targets=None if targets is None else [row[row >= 0].tolist() for row in targets],
                 adapter=adapter,
             )
-            found = await self._asked(adapter, request.prompt, length, lambda client: client.score_text(wanted))
+            result = await self._asked(adapter, request.prompt, length, lambda client: client.score_text(wanted))
         answer: dict[str, Any] = {}
         hidden = max(request.scored_from, 1)
         if request.prompt_log_probs:
             own = np.full(length, np.nan, np.float32)
-            own[start:] = found.log_probs
+            own[start:] = result.log_probs
             own[:hidden] = np.nan
             answer["prompt_log_probs"] = own
         if request.top_prompt:
-            rows: list[list[tuple[int, float]]] = [[] for _ in range(start)] + found.likeliest
+            rows: list[list[tuple[int, float]]] = [[] for _ in range(start)] + result.likeliest
             answer["top_prompt"] = _table(
                 [row if place >= hidden else [] for place, row in enumerate(rows)], request.top_prompt
             )
         if targets is not None:
             values = np.full(targets.shape, np.nan, np.float32)
-            values[targets >= 0] = [value for row in found.targets for value in row]
+            values[targets >= 0] = [value for row in result.targets for value in row]
             answer["target_log_probs"] = values
         return answer
 

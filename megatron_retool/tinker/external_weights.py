@@ -54,7 +54,7 @@ class DownloadUrls:
     def open(self, directory: Path) -> str:
         """A new token for ``directory``."""
         now = self._clock()
-        self._tokens = {token: found for token, found in self._tokens.items() if found[1] > now}
+        self._tokens = {token: result for token, result in self._tokens.items() if result[1] > now}
         while len(self._tokens) >= _MOST_TOKENS:
             del self._tokens[next(iter(self._tokens))]
         token = secrets.token_urlsafe(24)

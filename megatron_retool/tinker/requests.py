@@ -204,10 +204,10 @@ def number(body: Json, name: str, path: str, default: float, low: float, high: f
 def checkpoint_path(body: Json, name: str) -> CheckpointPath:
     """The path of a checkpoint in a field."""
     value = required_text(body, name)
-    found = _PATH.fullmatch(value)
-    if not found or found[2] not in KINDS or not _NAME.fullmatch(found[3]):
+    result = _PATH.fullmatch(value)
+    if not result or result[2] not in KINDS or not _NAME.fullmatch(result[3]):
         raise invalid(name, f"{quoted(value)} is no path of a checkpoint, such as tinker://RUN/weights/NAME")
-    return CheckpointPath(*found.groups())
+    return CheckpointPath(*result.groups())
 
 
 def checkpoint_name(body: Json, name: str) -> str | None:
@@ -234,10 +234,10 @@ def metadata(body: Json) -> dict[str, str] | None:
     """user_metadata: short texts by short names."""
     if body.get("user_metadata") is None:
         return None
-    found = mapping(body, "user_metadata")
-    if len(found) > MOST_METADATA or not all(len(key) <= 128 for key in found):
+    result = mapping(body, "user_metadata")
+    if len(result) > MOST_METADATA or not all(len(key) <= 128 for key in result):
         raise invalid("user_metadata", f"expected at most {MOST_METADATA} entries with names of at most 128 characters")
-    told = {key: value if isinstance(value, str) else str(value) for key, value in found.items()}
+    told = {key: value if isinstance(value, str) else str(value) for key, value in result.items()}
     if not all(len(value) <= 4096 for value in told.values()):
         raise invalid("user_metadata", "expected values of at most 4096 characters")
     return told
@@ -473,15 +473,15 @@ def _stops(given: Json, vocabulary: int) -> tuple[tuple[int, ...] | None, tuple[
     stop = given.get("stop")
     if stop is None:
         return None, ()
-    found = [stop] if isinstance(stop, str) else stop
-    if not isinstance(found, list) or len(found) > MOST_STOPS:
+    result = [stop] if isinstance(stop, str) else stop
+    if not isinstance(result, list) or len(result) > MOST_STOPS:
         raise invalid(
             "sampling_params.stop", f"expected a text, or an array of at most {MOST_STOPS} texts or token ids"
         )
-    strings = tuple(each for each in found if isinstance(each, str))
+    strings = tuple(each for each in result if isinstance(each, str))
     if not all(strings) or any(len(each) > 1000 for each in strings):
         raise invalid("sampling_params.stop", "expected texts of 1 to 1000 characters")
-    ids = [each for each in found if not isinstance(each, str)]
+    ids = [each for each in result if not isinstance(each, str)]
     return tuple(_token_list(ids, "sampling_params.stop", vocabulary).tolist()), strings
 
 

@@ -57,13 +57,13 @@ class Rest:
 
     def checkpoints(self, query: Json) -> Answer:
         """A page of all named checkpoints."""
-        found, cursor = page(query, self._service.checkpoints.named())
-        return {"checkpoints": [each.described() for each in found], "cursor": cursor}
+        result, cursor = page(query, self._service.checkpoints.named())
+        return {"checkpoints": [each.described() for each in result], "cursor": cursor}
 
     def sessions(self, query: Json) -> Answer:
         """A page of all sessions' ids."""
-        found, cursor = page(query, [each.record.id for each in self._service.sessions.all()])
-        return {"sessions": found, "cursor": cursor}
+        result, cursor = page(query, [each.record.id for each in self._service.sessions.all()])
+        return {"sessions": result, "cursor": cursor}
 
     def session(self, identifier: str) -> Answer:
         """A session's runs and samplers."""
@@ -73,9 +73,9 @@ class Rest:
 
     def sampler(self, identifier: str) -> Answer:
         """What a sampler samples from."""
-        found = self._service.sessions.sampler(identifier)
-        path = None if found.path is None else str(found.path)
-        return {"sampler_id": identifier, "base_model": found.base_model, "model_path": path}
+        result = self._service.sessions.sampler(identifier)
+        path = None if result.path is None else str(result.path)
+        return {"sampler_id": identifier, "base_model": result.base_model, "model_path": path}
 
     def weights_info(self, body: Json) -> Answer:
         """Base model and adapter settings of a checkpoint."""

@@ -180,12 +180,12 @@ class RunStore:
     def runs(self) -> Iterator[RunRecord]:
         """The records of all runs."""
         for file in sorted(self._runs.glob("*/run.json")):
-            found = _read(file)
-            yield RunRecord(**{**found, "lora": LoraSettings(**found["lora"])})
+            result = _read(file)
+            yield RunRecord(**{**result, "lora": LoraSettings(**result["lora"])})
 
     def checkpoints(self) -> Iterator[Checkpoint]:
         """All that are complete, the oldest first. What a kill left behind of others is removed."""
-        found = []
+        result = []
         for directory in self._runs.glob("*/*/*"):
             if directory.name.endswith(_PARTIAL):
                 shutil.rmtree(directory, ignore_errors=True)
@@ -194,18 +194,18 @@ class RunStore:
         for file in self._runs.glob(f"*/*/*/{RECORD_NAME}"):
             read = _read(file)
             read |= {"path": CheckpointPath(**read["path"]), "lora": LoraSettings(**read["lora"])}
-            found.append(Checkpoint(**read))
-        yield from sorted(found, key=lambda each: each.time)
+            result.append(Checkpoint(**read))
+        yield from sorted(result, key=lambda each: each.time)
 
     def sessions(self) -> Iterator[tuple[SessionRecord, list[SamplerRecord]]]:
         """The records of all sessions, with their samplers."""
         for file in sorted(self._sessions.glob("*.json")):
-            found = _read(file)
+            result = _read(file)
             samplers = [
                 SamplerRecord(**{**each, "path": None if each["path"] is None else CheckpointPath(**each["path"])})
-                for each in found["samplers"]
+                for each in result["samplers"]
             ]
-            yield SessionRecord(**found["session"]), samplers
+            yield SessionRecord(**result["session"]), samplers
 
     def _restore(self, old: Path) -> None:
         """The older checkpoint, where a kill came before the new one took its place."""
@@ -235,9 +235,9 @@ def _read(path: Path) -> dict[str, Any]:
         OSError: naming the file, which is not what this class writes.
     """
     try:
-        found = load_own_json(path.read_bytes())
+        result = load_own_json(path.read_bytes())
     except ValueError as error:
         raise OSError(f"{path}: {error}: remove it, or restore it from a copy") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise OSError(f"{path}: it holds no object: remove it, or restore it from a copy")
-    return found
+    return result

@@ -189,10 +189,10 @@ class TinkerServer:
 
     async def _json(self, http: web.Request) -> Json:
         body = await self._body(http)
-        found = _loaded(body) if len(body) <= SMALL_BODY_BYTES else await asyncio.to_thread(_loaded, body)
-        if not isinstance(found, dict):
+        result = _loaded(body) if len(body) <= SMALL_BODY_BYTES else await asyncio.to_thread(_loaded, body)
+        if not isinstance(result, dict):
             raise invalid("body", "expected an object")
-        return found
+        return result
 
     def _with_body(self, answer: Callable[[Json], Awaitable[dict[str, Any] | None]]) -> Handler:
         async def handle(http: web.Request) -> web.Response:

@@ -124,10 +124,10 @@ class Sessions:
         Raises:
             ApiError: 404, there is none.
         """
-        found = self._samplers.get(identifier)
-        if found is None:
+        result = self._samplers.get(identifier)
+        if result is None:
             raise ApiError(404, "there is no such sampling session", code="not_found", param="sampling_session_id")
-        session, sampler = found
+        session, sampler = result
         session.last_sign = self._clock()
         return sampler
 

@@ -308,9 +308,9 @@ class Training:
     async def _step(self, run: TrainingRun, number: int, step: OptimizerStep) -> Answer:
         await self._prepare(run)
         async with run.call(number, changes=True):
-            found = await self._trainer.apply(run.id, step)
+            result = await self._trainer.apply(run.id, step)
         run.gathered = False
-        metrics = {f"{_METRICS.get(name, name)}:mean": value for name, value in found.items()}
+        metrics = {f"{_METRICS.get(name, name)}:mean": value for name, value in result.items()}
         return {"type": "optim_step", "metrics": metrics}
 
     async def save_weights(self, body: Json) -> Answer:

@@ -96,10 +96,10 @@ class TrainingRun:
 
     def skip_missing(self) -> list[Job]:
         """Jobs that have waited too long for a call before them, which never came."""
-        found = self.gate.skip(self.gap_seconds)
-        if found is None:
+        result = self.gate.skip(self.gap_seconds)
+        if result is None:
             return []
-        jobs, missing = found
+        jobs, missing = result
         self.gap_seconds = GAP_SECONDS
         calls = f"call {missing[0]}" if len(missing) == 1 else f"calls {missing[0]} to {missing[-1]}"
         if self.lost is None:

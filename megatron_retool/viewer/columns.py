@@ -103,23 +103,23 @@ def token_columns(
                 f"trajectory {trajectory.group_id}/{trajectory.index}: the learner's {name} has {len(column)} entries "
                 f"for {len(trajectory.response_ids)} response tokens"
             )
-    found = estimates or {}
-    if "old_log_probs" in found:
-        difference = found["old_log_probs"].astype(np.float64) - trajectory.rollout_log_probs
+    result = estimates or {}
+    if "old_log_probs" in result:
+        difference = result["old_log_probs"].astype(np.float64) - trajectory.rollout_log_probs
         columns["log_ratio"] = _where(sampled, difference)
     for name, column_name in (("entropy", "entropy"), ("advantage", "advantages")):
-        if column_name in found:
-            columns[name] = _where(sampled, found[column_name])
-    if "importance_weights" in found:
+        if column_name in result:
+            columns[name] = _where(sampled, result[column_name])
+    if "importance_weights" in result:
         with np.errstate(divide="ignore"):
-            columns["importance_weight"] = _where(sampled, np.log(found["importance_weights"].astype(np.float64)))
-    if "keep" in found:
-        columns["rejected"] = (sampled & (found["keep"] == 0)).astype(np.float64)
-    if "rejected_by" in found:
-        columns["rejected_by"] = _where(sampled & (found["rejected_by"] > 0), found["rejected_by"])
-    if "routing_flips" in found:
+            columns["importance_weight"] = _where(sampled, np.log(result["importance_weights"].astype(np.float64)))
+    if "keep" in result:
+        columns["rejected"] = (sampled & (result["keep"] == 0)).astype(np.float64)
+    if "rejected_by" in result:
+        columns["rejected_by"] = _where(sampled & (result["rejected_by"] > 0), result["rejected_by"])
+    if "routing_flips" in result:
         # Routers see every token, a tool's too.
-        columns["routing_flips"] = found["routing_flips"].astype(np.float64)
+        columns["routing_flips"] = result["routing_flips"].astype(np.float64)
     return columns
 
 

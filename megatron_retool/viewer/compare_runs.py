@@ -69,8 +69,8 @@ def comparison(a: Path, b: Path) -> dict[str, Any]:
     problems: list[str] = []
     settings = [settings_of(run_dir, problems) for run_dir in (a, b)]
     curves = [read_curves(run_dir) for run_dir in (a, b)]
-    for found in curves:
-        problems += found.problems
+    for result in curves:
+        problems += result.problems
     first = first_difference(a, b, problems)
     return {
         "settings": [{"name": n, "a": settings[0].get(n), "b": settings[1].get(n)} for n in differing(settings)],
@@ -119,21 +119,21 @@ def first_difference(a: Path, b: Path, problems: list[str]) -> Difference | None
     """
     steps = [set(stored_steps(run_dir / "rollouts")) for run_dir in (a, b)]
     curves = [read_curves(run_dir) for run_dir in (a, b)]
-    rows = [dict(zip(found.steps, found.rows, strict=True)) for found in curves]
+    rows = [dict(zip(result.steps, result.rows, strict=True)) for result in curves]
     only = sorted(steps[0] ^ steps[1])
     if only:
         problems.append(f"rollouts of {len(only)} steps are in only one of the runs, the first of them step {only[0]}")
     for step in sorted((steps[0] & steps[1]) | (rows[0].keys() & rows[1].keys())):
-        found = None
+        result = None
         if step in steps[0] & steps[1]:
             try:
-                found = _in_step(a, b, step, problems)
+                result = _in_step(a, b, step, problems)
             except UnreadableFile as error:
                 problems.append(f"{error}: step {step} is not compared")
-        if found is None and step in rows[0] and step in rows[1]:
-            found = _in_metrics(step, rows[0][step], rows[1][step])
-        if found is not None:
-            return found
+        if result is None and step in rows[0] and step in rows[1]:
+            result = _in_metrics(step, rows[0][step], rows[1][step])
+        if result is not None:
+            return result
     return None
 
 
@@ -151,9 +151,9 @@ def _in_step(a: Path, b: Path, step: int, problems: list[str]) -> Difference | N
         has = [key in table.places for table in tables]
         if not all(has):
             return Difference("response", step, *name, None, "response", *("there" if h else None for h in has))
-        found = _first_token(tables, [_PROMPT], key)
-        if found is not None:
-            return Difference("prompt", step, *name, *found)
+        result = _first_token(tables, [_PROMPT], key)
+        if result is not None:
+            return Difference("prompt", step, *name, *result)
         candidates = [_first_token(tables, _TOKENS, key)]
         if learners is not None and all(key in learner.places for learner in learners):
             shared = [column for column in learners[0].columns if column in learners[1].columns]
@@ -195,7 +195,7 @@ def _first_token(
     tables: list[_Rows], names: list[str] | tuple[str, ...], key: RowKey
 ) -> tuple[int, str, Any, Any] | None:
     """(token, column, a, b) of the first token that differs; of several columns there the first."""
-    found: tuple[int, str, Any, Any] | None = None
+    result: tuple[int, str, Any, Any] | None = None
     for name in names:
         x, y = (table.array(name, key) for table in tables)
         length = min(len(x), len(y))
@@ -203,10 +203,10 @@ def _first_token(
         if x.dtype.kind == "f" and y.dtype.kind == "f":
             equal |= np.isnan(x[:length]) & np.isnan(y[:length])
         token = int(np.argmin(equal)) if not equal.all() else length
-        if token < max(len(x), len(y)) and (found is None or token < found[0]):
+        if token < max(len(x), len(y)) and (result is None or token < result[0]):
             values = [array[token].item() if token < len(array) else None for array in (x, y)]
-            found = (token, name, *(number_or_none(v) if isinstance(v, float) else v for v in values))  # type: ignore[assignment]
-    return found
+            result = (token, name, *(number_or_none(v) if isinstance(v, float) else v for v in values))  # type: ignore[assignment]
+    return result
 
 
 def _in_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference | None:
@@ -219,13 +219,13 @@ def _in_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Differ
 
 def print_comparison(a: Path, b: Path, console: Console) -> None:
     """On a terminal: the curves that a run's page opens with, and the first difference."""
-    found = comparison(a, b)
-    names = set(first_shown([metric["name"] for metric in found["metrics"]]))
+    result = comparison(a, b)
+    names = set(first_shown([metric["name"] for metric in result["metrics"]]))
     table = Table(title=f"curves of {b} and of {a}", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("metric", "last", "last of\nthe first", "apart\nfrom step", "largest\ndistance", "at\nstep"):
         table.add_column(heading, no_wrap=True)
     keys = ("b", "a", "first_step_apart", "largest_distance", "largest_distance_step")
-    for metric in found["metrics"]:
+    for metric in result["metrics"]:
         if metric["name"] in names and not metric["clock"]:
             table.add_row(metric["name"], *(_shown(metric[key]) for key in keys))
     # Where the terminal is too narrow it wraps whole lines: half a name could not be searched for or copied.
@@ -233,13 +233,13 @@ def print_comparison(a: Path, b: Path, console: Console) -> None:
     width, console.width = console.width, max(console.width, needed)
     console.print(table)
     console.width = width
-    first = found["first_difference"]
+    first = result["first_difference"]
     console.print(
         "first difference: " + ("none: all that both have stored is equal" if first is None else first["text"]),
         markup=False,
         highlight=False,
     )
-    for problem in found["problems"]:
+    for problem in result["problems"]:
         console.print(problem, markup=False, highlight=False)
 
 

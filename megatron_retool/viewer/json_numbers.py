@@ -25,8 +25,8 @@ def column_for_json(column: Any) -> list[Any]:
     values = numbers.astype(object)
     values[np.isnan(numbers)] = None
     values[np.isposinf(numbers)], values[np.isneginf(numbers)] = "Infinity", "-Infinity"
-    found: list[Any] = values.tolist()
-    return found
+    result: list[Any] = values.tolist()
+    return result
 
 
 def values_for_json(value: Any) -> Any:

@@ -25,13 +25,13 @@ def runs_below(root: Path) -> list[str]:
     """
     if _is_run(root, root):
         return ["."]
-    found = []
+    result = []
     level = [root]
     for _ in range(_DEPTH):
         level = [child for parent in level for child in _folders(parent, root)]
-        found += [child for child in level if _is_run(child, root)]
-        level = [child for child in level if child not in found]
-    return sorted(str(path.relative_to(root)) for path in found)
+        result += [child for child in level if _is_run(child, root)]
+        level = [child for child in level if child not in result]
+    return sorted(str(path.relative_to(root)) for path in result)
 
 
 def run_directory(root: Path, name: str) -> Path:

@@ -79,14 +79,14 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        result = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         problems.append(f"{path} cannot be read: {error}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         problems.append(f"{path} is no JSON object")
         return {}
-    return {key: values_for_json(value) for key, value in found.items()}
+    return {key: values_for_json(value) for key, value in result.items()}
 
 
 def _last_written(run_dir: Path) -> float | None:

@@ -86,12 +86,15 @@ def run_page(run_dir: Path, name: str, now: float | None = None) -> dict[str, An
 
 def links(run_dir: Path) -> list[dict[str, str]]:
     """Pages, tables and logs of the run as {text, href}; href is a path below the run's directory."""
-    found = [("report", "report/index.html"), ("accuracy by problem", "report/validation_problems.csv")]
-    found += [(f"{path.stem.replace('_', ' ')}", f"report/{path.name}") for path in _files(run_dir / "report", "*.html")
-              if path.name != "index.html"]  # fmt: skip
-    found += [(f"profile {path.stem}", f"profile/{path.name}") for path in _files(run_dir / "profile", "*.md")]
-    found += [(f"log {path.stem}", f"logs/{path.name}") for path in _files(run_dir / "logs", "*.log")]
-    return [{"text": text, "href": href} for text, href in found if (run_dir / href).is_file()]
+    result = [("report", "report/index.html"), ("accuracy by problem", "report/validation_problems.csv")]
+    result += [
+        (path.stem.replace("_", " "), f"report/{path.name}")
+        for path in _files(run_dir / "report", "*.html")
+        if path.name != "index.html"
+    ]
+    result += [(f"profile {path.stem}", f"profile/{path.name}") for path in _files(run_dir / "profile", "*.md")]
+    result += [(f"log {path.stem}", f"logs/{path.name}") for path in _files(run_dir / "logs", "*.log")]
+    return [{"text": text, "href": href} for text, href in result if (run_dir / href).is_file()]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -128,8 +131,8 @@ def _started(run_dir: Path) -> float | None:
 
 def _seconds(curves: Curves) -> float | None:
     """Of all steps, validations and checkpoints that have rows."""
-    found = [row.get(phase.metric) for row in curves.rows for phase in _TIMES]
-    seconds = [value for value in found if value is not None and is_number(value)]
+    result = [row.get(phase.metric) for row in curves.rows for phase in _TIMES]
+    seconds = [value for value in result if value is not None and is_number(value)]
     return math.fsum(seconds) if seconds else None
 
 

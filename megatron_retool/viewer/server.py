@@ -77,8 +77,8 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
 
         async def handle(request: web.Request) -> web.Response:
             # Reading files takes a while, in which other requests are answered.
-            found = await asyncio.get_running_loop().run_in_executor(readers, body, request)
-            response = web.Response(body=found, content_type="application/json")
+            result = await asyncio.get_running_loop().run_in_executor(readers, body, request)
+            response = web.Response(body=result, content_type="application/json")
             response.enable_compression()
             return response
 
@@ -152,10 +152,10 @@ async def serve(root: Path, host: str, port: int, started: Callable[[str], None]
 
 def plotly_file() -> Path:
     """Plotly's script in the package of that name, which need not be imported for it."""
-    found = importlib.util.find_spec("plotly")
-    if found is None or found.origin is None:
+    result = importlib.util.find_spec("plotly")
+    if result is None or result.origin is None:
         raise FileNotFoundError("the package plotly is not installed: run scripts/setup.sh")
-    return Path(found.origin).parent / "package_data" / "plotly.min.js"
+    return Path(result.origin).parent / "package_data" / "plotly.min.js"
 
 
 async def _page_file(request: web.Request) -> web.StreamResponse:

@@ -144,19 +144,19 @@ class _TokenFigures:
 
 
 def _token_figures(path: Path) -> _TokenFigures:
-    found = _TokenFigures([], [], [], [])
+    result = _TokenFigures([], [], [], [])
     for columns in list_groups(path, ["loss_mask", "turn_ids", "rollout_log_probs"]):
         offsets = columns["loss_mask"][0]
         for name, (others, _) in columns.items():
             if not np.array_equal(others, offsets):
                 raise UnreadableFile(f"{path}: {name} has other lengths than loss_mask")
         for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            found.lengths.append(end - start)
-            found.turns.append(int(columns["turn_ids"][1][start:end].max(initial=-1)) + 1)
+            result.lengths.append(end - start)
+            result.turns.append(int(columns["turn_ids"][1][start:end].max(initial=-1)) + 1)
             # Copies: a view would keep its whole row group in memory.
-            found.loss_mask.append(columns["loss_mask"][1][start:end].astype(np.bool_))
-            found.rollout_log_probs.append(columns["rollout_log_probs"][1][start:end].astype(np.float32))
-    return found
+            result.loss_mask.append(columns["loss_mask"][1][start:end].astype(np.bool_))
+            result.rollout_log_probs.append(columns["rollout_log_probs"][1][start:end].astype(np.float32))
+    return result
 
 
 def _compared(path: Path, keys: Sequence[RowKey], tokens: _TokenFigures) -> dict[RowKey, tuple[float | None, Any]]:
@@ -249,14 +249,14 @@ def search_step(run_dir: Path, number: int, text: str) -> dict[str, Any]:
     if not set(_TEXTS) <= set(column_names(path)):
         raise UnreadableFile(f"{path} has no texts to search")
     wanted = text.casefold()
-    found: list[list[int | str]] = []
+    result: list[list[int | str]] = []
     for table in read_row_groups(path, ["group_id", "index", *_TEXTS], ["segment"]):
         keys = keys_of(table, path)
         texts = (row for batch in table.select(_TEXTS).to_batches(max_chunksize=_AT_ONCE) for row in batch.to_pylist())
         for (group_id, *rest), row in zip(keys, texts, strict=True):
             if any(wanted in (row[name] or "").casefold() for name in _TEXTS):
-                found.append([group_id, response_name(*rest)])
-    return {"found": found}
+                result.append([group_id, response_name(*rest)])
+    return {"found": result}
 
 
 def _trajectory(stored: Mapping[str, Any], problems: list[str]) -> Trajectory:

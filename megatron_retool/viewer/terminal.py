@@ -115,10 +115,10 @@ def _reward_style(reward: float) -> Style:
 
 
 def _style(kind: ColumnKind, value: float, largest: float) -> Style:
-    found = colour(kind, value, largest)
-    if found is None:
+    result = colour(kind, value, largest)
+    if result is None:
         return Style.null()
-    hue, strength = found
+    hue, strength = result
     red, green, blue = (round(p + (h - p) * strength) for h, p in zip(hue, _PAPER, strict=True))
     # The paper is dark, so that white stands on weak colours; luminance as of ITU-R BT.601.
     ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

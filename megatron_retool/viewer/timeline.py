@@ -97,12 +97,12 @@ def _times(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], dict[
     if not path.is_file():
         return [], {}
     try:
-        found = load_own_json(path.read_bytes())
+        result = load_own_json(path.read_bytes())
         spans = [
             {"name": str(name), "start": float(start), "seconds": float(seconds)}
-            for name, start, seconds in found["phases"]
+            for name, start, seconds in result["phases"]
         ]
-        return spans, {str(role): [float(one) for one in seconds] for role, seconds in found["ranks"].items()}
+        return spans, {str(role): [float(one) for one in seconds] for role, seconds in result["ranks"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problems.append(f"{path} is damaged: {error}")
         return [], {}
@@ -116,11 +116,11 @@ def _responses(path: Path, lacks: list[str]) -> list[dict[str, Any]]:
         for offsets, turn_ids in columns.values()
         for start, end in zip(offsets[:-1], offsets[1:], strict=True)
     ]
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for place, ((group_id, *rest), row) in enumerate(zip(keys_of(table, path), table.to_pylist(), strict=True)):
         timing = _parsed(row.get("timing"), dict, path, place) or {}
         calls = _parsed(row["tool_calls"], list, path, place) or []
-        found.append(
+        result.append(
             {
                 "group": group_id,
                 "index": response_name(*rest),
@@ -138,16 +138,16 @@ def _responses(path: Path, lacks: list[str]) -> list[dict[str, Any]]:
                 ],
             }
         )
-    _say_what_lacks(found, path, lacks)
-    begins = [response["start"] for response in found if response["start"] is not None]
+    _say_what_lacks(result, path, lacks)
+    begins = [response["start"] for response in result if response["start"] is not None]
     if begins:
         origin = min(begins)
-        every_call: list[dict[str, Any]] = [call for response in found for call in response["calls"]]
-        for timed in (*found, *every_call):
+        every_call: list[dict[str, Any]] = [call for response in result for call in response["calls"]]
+        for timed in (*result, *every_call):
             for key in ("start", "end"):
                 if timed.get(key) is not None:
                     timed[key] -= origin
-    return found
+    return result
 
 
 def _say_what_lacks(found: list[dict[str, Any]], path: Path, lacks: list[str]) -> None:
@@ -166,10 +166,10 @@ def _parsed(text: str | None, kind: type, path: Path, place: int) -> Any:
     if text is None:
         return None
     try:
-        found = load_own_json(text)
+        result = load_own_json(text)
     except ValueError as error:
         raise InputError(f"{path}, row {place}: {error}") from error
-    items = found if isinstance(found, list) else [found]
-    if not isinstance(found, kind) or not all(isinstance(item, dict) for item in items):
+    items = result if isinstance(result, list) else [result]
+    if not isinstance(result, kind) or not all(isinstance(item, dict) for item in items):
         raise InputError(f"{path}, row {place}: expected a JSON {kind.__name__}, found {text[:60]!r}")
-    return found
+    return result

@@ -41,8 +41,8 @@ def is_task_agent(rollout: RolloutConfig) -> bool:
         return True
     if target in agents.names:
         return False
-    found = agents.load(target)
-    return not inspect.isclass(found) and next(iter(_parameters(found)), None) == "task"
+    result = agents.load(target)
+    return not inspect.isclass(result) and next(iter(_parameters(result)), None) == "task"
 
 
 def _parameters(found: Any) -> Sequence[str]:

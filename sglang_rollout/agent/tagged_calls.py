@@ -84,7 +84,7 @@ class TaggedTurn:
         self._boundary = re.compile(
             rf"{re.escape(grammar.closing)}\s*{re.escape(grammar.opening)}\s*(?={grammar.function.pattern})"
         )
-        self._boundaries = [(found.start(), found.end()) for found in self._boundary.finditer(text)]
+        self._boundaries = [(result.start(), result.end()) for result in self._boundary.finditer(text)]
 
     def read(self, start: int) -> tuple[list[ParsedCall], int]:
         """The calls of the block that opens at ``start``, or an error in their place, and where it ends."""
@@ -93,11 +93,11 @@ class TaggedTurn:
         calls: list[ParsedCall] = []
         position = self._after_space(inside)
         while True:
-            found = grammar.function.match(text, position)
-            if found is None:
+            result = grammar.function.match(text, position)
+            if result is None:
                 return self._broken(inside, position, grammar.wants_call)
-            begun, name = position, found[1].strip()
-            position = self._after_space(found.end())
+            begun, name = position, result[1].strip()
+            position = self._after_space(result.end())
             arguments: dict[str, Any] = {}
             while (parameter := grammar.parameter.match(text, position)) is not None:
                 key, begun_value = parameter[1].strip(), parameter.end()
@@ -127,8 +127,8 @@ class TaggedTurn:
                 return self._broken(inside, position, grammar.wants_end, name)
 
     def _after_space(self, position: int) -> int:
-        found = _SPACE.match(self._text, position)
-        return position if found is None else found.end()
+        result = _SPACE.match(self._text, position)
+        return position if result is None else result.end()
 
     def _next_tag(self, position: int) -> int | None:
         return _next(self._tags, position)
@@ -229,7 +229,7 @@ def _places(tag: str, text: str) -> list[int]:
 
 
 def _places_of(expression: str, text: str) -> list[int]:
-    return [found.start() for found in re.finditer(expression, text)]
+    return [result.start() for result in re.finditer(expression, text)]
 
 
 def _next(places: list[int], position: int) -> int | None:

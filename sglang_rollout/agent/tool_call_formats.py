@@ -260,10 +260,10 @@ class DeepSeekV3Format(_ResultsByChatTemplate):
         return calls_of_json(text, begin, end, self._read, wrapper="<｜tool▁calls▁begin｜>")
 
     def _read(self, body: str) -> ParsedCall:
-        head, found, rest = body.partition("<｜tool▁sep｜>")
+        head, result, rest = body.partition("<｜tool▁sep｜>")
         fenced = head.strip() == "function" and "```" in rest
         name, _, written = rest.partition("\n") if fenced else (head, "", rest)
-        if not (found and name.strip()):
+        if not (result and name.strip()):
             return malformed(body, "expected name<｜tool▁sep｜>{…}")
         return call_of_json(name.strip(), without_fence(written), body)
 
@@ -527,8 +527,8 @@ def checked_format(made: Any, label: str) -> ToolCallFormat:
     if isinstance(made, NamesResults):
         tried = "render_named_results(['search', ''], ['1', ''])"
         _check_rendering(label, tried, lambda: made.render_named_results(["search", ""], ["1", ""]))
-    found: ToolCallFormat = made
-    return found
+    result: ToolCallFormat = made
+    return result
 
 
 def _check_rendering(label: str, tried: str, render: Callable[[], Any]) -> None:

@@ -208,8 +208,8 @@ class TurnGlue:
             delta = self._template_delta(count)
             parts = []
             for index in range(count):
-                before, found, delta = delta.partition(_RESULT.format(index))
-                if not found:
+                before, result, delta = delta.partition(_RESULT.format(index))
+                if not result:
                     raise TurnGlueError(f"the chat template does not show the content of tool messages: {_CURE}")
                 parts.append(before)
             self._delta_parts[count] = [*parts, delta]
@@ -240,8 +240,8 @@ class TurnGlue:
         except Exception as error:
             # Templates raise what they like: jinja2 errors, or their own through raise_exception.
             raise TurnGlueError(f"the chat template cannot render a tool message ({error}): {_CURE}") from error
-        head, found, tail = text.rpartition(_ASSISTANT)
-        if not found:
+        head, result, tail = text.rpartition(_ASSISTANT)
+        if not result:
             raise TurnGlueError(f"the chat template does not show the content of assistant messages: {_CURE}")
         return tail
 

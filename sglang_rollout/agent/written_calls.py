@@ -102,15 +102,15 @@ def calls_in(text: str, opening: str, read: Read, *, tag: str = "think", wrapper
                 del calls[before_reasoning:]
             before_reasoning = None
         else:
-            found, end = read(event.start())
-            if before_reasoning is not None and any(call.error for call in found):
+            result, end = read(event.start())
+            if before_reasoning is not None and any(call.error for call in result):
                 reasoned = text.find(closes, position, end)
                 if reasoned >= 0:
                     # What the model only considered need not be well formed.
                     del calls[before_reasoning:]
                     position, before_reasoning = reasoned + len(closes), None
                     continue
-            calls += found
+            calls += result
             position = end
     if calls and wrapper and calls[0].start is not None:
         spoken = text[: calls[0].start].rstrip()
@@ -189,18 +189,18 @@ def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]
     opening tags. It ends at its first closing tag after which the rest still reads as blocks, with no closing tag left
     over; if there is none, at its first closing tag. The content is None where there is no opening tag.
     """
-    found = list(re.finditer("|".join(f"</?{tag}>" for tag in tags), text))
-    names = [each[0].strip("</>") for each in found]
-    closes = [each[0].startswith("</") for each in found]
+    result = list(re.finditer("|".join(f"</?{tag}>" for tag in tags), text))
+    names = [each[0].strip("</>") for each in result]
+    closes = [each[0].startswith("</") for each in result]
     end_of, nested = _block_ends(names, closes)
     blocks: list[tuple[str, str | None]] = []
     place = 0
-    while place < len(found):
+    while place < len(result):
         end = end_of[place]
         if closes[place]:
             blocks.append((names[place], None))
-        elif end is not None and (not nested[place] or text.startswith("\n", found[place].end())):
-            blocks.append((names[place], text[found[place].end() : found[end].start()]))
+        elif end is not None and (not nested[place] or text.startswith("\n", result[place].end())):
+            blocks.append((names[place], text[result[place].end() : result[end].start()]))
             place = end
         place += 1
     return blocks

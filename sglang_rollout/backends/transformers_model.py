@@ -175,8 +175,8 @@ class BatchedModel:
         if newest is None and self._loaded is not None:
             return
         version, path = newest or (0, self.path)
-        found = (path, path.stat().st_mtime_ns)
-        if found == self._loaded:
+        result = (path, path.stat().st_mtime_ns)
+        if result == self._loaded:
             return
         settings = self.config.rollout.engine
         self._model, info = _load(path, settings.dtype, self._attention)
@@ -186,7 +186,7 @@ class BatchedModel:
         if self.config.learner.routing_replay == "rollout":
             shape = RoutingShape.of(Architecture.from_pretrained(self.path, self.config.model.families))
             self._routing = RoutingRecorder(self._model, shape.experts)
-        self._loaded, self._version = found, version
+        self._loaded, self._version = result, version
         ends = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._context = settings.context_length or self._model.config.max_position_embeddings
@@ -257,8 +257,8 @@ class BatchedModel:
 
     def _record(self, rows: ExpertArray) -> None:
         """Add to every sequence's rows those of the tokens that were input, [sequences, tokens, layers, k]."""
-        for sequence, found in zip(self._batch, rows, strict=True):
-            own = found[-min(len(found), len(sequence.ids)) :]
+        for sequence, result in zip(self._batch, rows, strict=True):
+            own = result[-min(len(result), len(sequence.ids)) :]
             sequence.routed_experts = extended(sequence.routed_experts, own, len(sequence.ids) - len(own))
 
     def _draw(self, logits: torch.Tensor) -> list[tuple[int, float, list[float]]]:

@@ -42,12 +42,12 @@ class RoutingRecorder:
     """
 
     def __init__(self, model: Any, experts: int) -> None:
-        found = routers(model)
-        if not found:
+        result = routers(model)
+        if not result:
             raise InputError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
         self._dtype = expert_dtype(experts)
         self._chosen: list[torch.Tensor] = []
-        for router in found:
+        for router in result:
             router.register_forward_hook(self._listen)
 
     def forget(self) -> None:
@@ -57,8 +57,8 @@ class RoutingRecorder:
     def rows(self, sequences: int) -> ExpertArray:
         """[sequences, tokens, layers, k] of the last forward pass, padding included."""
         chosen = torch.stack(self._chosen, dim=1)
-        found: Any = chosen.reshape(sequences, -1, *chosen.shape[1:]).cpu().numpy()
-        rows: ExpertArray = found.astype(self._dtype)
+        result: Any = chosen.reshape(sequences, -1, *chosen.shape[1:]).cpu().numpy()
+        rows: ExpertArray = result.astype(self._dtype)
         return rows
 
     def _listen(self, router: Any, inputs: Any, outputs: Any) -> None:

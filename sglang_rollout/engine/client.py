@@ -164,17 +164,17 @@ class SGLangClient:
             EngineRejected: a target is no token of the vocabulary, or the adapter is not loaded.
             EngineUnavailable, EngineTimeout, EngineFailed
         """
-        key, found = uuid.uuid4().hex, ScoredText([], [], [])
+        key, result = uuid.uuid4().hex, ScoredText([], [], [])
         for piece in pieces(request):
             log_probs, meta = await self._scored(
                 request.input_ids[: piece.stop], request.likeliest, request.adapter, piece.start, piece.ids, key
             )
-            found.log_probs.extend(log_probs)
+            result.log_probs.extend(log_probs)
             try:
-                add_likeliest_and_targets(found, meta, request, piece)
+                add_likeliest_and_targets(result, meta, request, piece)
             except (KeyError, TypeError, IndexError) as error:
                 raise EngineFailed(self.base_url, f"other places than the text's: {error!r}", "/generate") from error
-        return found
+        return result
 
     async def _scored(
         self,
@@ -233,10 +233,10 @@ class SGLangClient:
         )
         try:
             rows = answer["meta_info"]["input_token_ids_logprobs"][1:]
-            found = [{int(entry[1]): float(entry[0]) for entry in rows[place]}[last] for place in places]
+            result = [{int(entry[1]): float(entry[0]) for entry in rows[place]}[last] for place in places]
         except (KeyError, TypeError, IndexError) as error:
             raise wrong from error
-        for place, value in zip(places, found, strict=True):
+        for place, value in zip(places, result, strict=True):
             log_probs[place] = value
 
     async def load_adapter(self, name: str, directory: Path) -> None:

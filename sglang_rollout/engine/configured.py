@@ -44,8 +44,8 @@ def make_engine(config: Config) -> Engine:
     except Exception as error:
         raise ExtensionError(f"{bound.label} raised {type(error).__name__} when it was made: {error}") from error
     _check_parts(bound.label, engine, Engine)
-    found: Engine = engine
-    return found
+    result: Engine = engine
+    return result
 
 
 def check_engine(config: Config) -> None:

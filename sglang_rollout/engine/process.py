@@ -92,8 +92,8 @@ def torchvision_directory() -> Path:
     build, and break), or in the environment, where pip has put it there for SGLang."""
     configured = os.environ.get(TORCHVISION_VARIABLE)
     apart = Path(configured) if configured else Path(sys.prefix) / "sglang_only"
-    if not configured and not apart.is_dir() and (found := importlib.util.find_spec("torchvision")) and found.origin:
-        return Path(found.origin).parents[1]
+    if not configured and not apart.is_dir() and (result := importlib.util.find_spec("torchvision")) and result.origin:
+        return Path(result.origin).parents[1]
     return apart
 
 

@@ -78,14 +78,14 @@ class SharedMemory:
     @staticmethod
     def _mapped() -> set[str]:
         """Names of those that a descendant has mapped."""
-        found = set()
+        result = set()
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
                     path = Path(line.rpartition(" ")[2])
                     if path.parent == SHARED_MEMORY and path.name.startswith(SHARED_MEMORY_PREFIXES):
-                        found.add(path.name)
-        return found
+                        result.add(path.name)
+        return result
 
     @staticmethod
     def _note(name: str) -> None:

@@ -64,12 +64,12 @@ class RoutingShape:
                 f"{len(data)} bytes of routed experts, where {rows} rows of {self.layers} layers x {self.k} experts "
                 f"are {count * dtype.itemsize} bytes in {dtype} or {count * 4} in int32"
             )
-        found = np.frombuffer(data, wire).reshape(rows, self.layers, self.k)
+        result = np.frombuffer(data, wire).reshape(rows, self.layers, self.k)
         if self.dense_layers:
-            found = np.delete(found, self.dense_layers, axis=1)
-        if found.size and not (found.min() >= 0 and found.max() < self.experts):
-            raise ValueError(f"routed experts from {found.min()} to {found.max()} of a model that has {self.experts}")
-        column: ExpertArray = found.astype(dtype, copy=False)
+            result = np.delete(result, self.dense_layers, axis=1)
+        if result.size and not (result.min() >= 0 and result.max() < self.experts):
+            raise ValueError(f"routed experts from {result.min()} to {result.max()} of a model that has {self.experts}")
+        column: ExpertArray = result.astype(dtype, copy=False)
         return column
 
 

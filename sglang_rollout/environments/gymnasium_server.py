@@ -56,9 +56,9 @@ class GymnasiumServerEnvironment(ServedEnvironment):
 
     async def act(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take one step in the session."""
-        found = await self._ask("step", {"action": arguments["action"], **self._session})
-        done = found.get("done") or found.get("terminated") or found.get("truncated")
-        return {**found, "done": bool(done)}
+        result = await self._ask("step", {"action": arguments["action"], **self._session})
+        done = result.get("done") or result.get("terminated") or result.get("truncated")
+        return {**result, "done": bool(done)}
 
     async def close(self) -> None:
         """End the session, and close the connection."""
@@ -74,7 +74,7 @@ class GymnasiumServerEnvironment(ServedEnvironment):
             if answer.status >= 400:
                 said = (await answer.text())[:500]
                 raise RuntimeError(f"the server answered {what} with status {answer.status}: {said}")
-            found = await answer.json() if what != "close" else {}
-        if what != "close" and (not isinstance(found, dict) or "observation" not in found):
-            raise RuntimeError(f"the server answered {what} without an observation: {str(found)[:500]}")
-        return found
+            result = await answer.json() if what != "close" else {}
+        if what != "close" and (not isinstance(result, dict) or "observation" not in result):
+            raise RuntimeError(f"the server answered {what} without an observation: {str(result)[:500]}")
+        return result

@@ -174,8 +174,8 @@ class EnvironmentLoop(AgentLoop):
         places = [place for place, number in enumerate(state.turn_ids) if number == turn]
         first, last = places[0], places[-1] + 1
         ids = state.response_ids[first:last]
-        found = await self._answered(ids, self._turn(ids, episode), episode, self._seconds_left(state))
-        if found is None or found != state.response_ids[last : last + len(found)]:
+        result = await self._answered(ids, self._turn(ids, episode), episode, self._seconds_left(state))
+        if result is None or result != state.response_ids[last : last + len(result)]:
             raise EnvironmentFailure(
                 Outcome.CRASH,
                 f"{self._made.label} says that it replays, and answered turn {turn} otherwise when it was gone through "

@@ -56,5 +56,5 @@ class OpenEnvEnvironment(ServedEnvironment):
         answer = await self._socket.receive_json()
         if answer.get("type") != "observation":
             raise RuntimeError(f"the server answered {kind} with {json.dumps(answer)[:500]}")
-        found: dict[str, Any] = answer["data"]
-        return found
+        result: dict[str, Any] = answer["data"]
+        return result

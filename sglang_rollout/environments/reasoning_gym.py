@@ -45,8 +45,8 @@ class ReasoningGymEnvironment(Environment):
 
     def step(self, action: Action) -> Step:
         """Take the last <answer> of the turn; the episode ends."""
-        found = _ANSWER.findall(action.text)
-        self._answer = found[-1].strip() if found else ""
+        result = _ANSWER.findall(action.text)
+        self._answer = result[-1].strip() if result else ""
         return Step(done=True)
 
     def score(self) -> dict[str, Any]:

@@ -163,17 +163,17 @@ class Api:
         return _json(told, error.status, {"x-should-retry": "false"})
 
     async def _answer(self, request: ApiRequest) -> Reply:
-        found = _ADDRESS.fullmatch(request.path)
-        address = "" if found is None else found[2]
+        result = _ADDRESS.fullmatch(request.path)
+        address = "" if result is None else result[2]
         if address.startswith(_ONE_MODEL) and len(address) > len(_ONE_MODEL):
             methods: _Methods | None = {"GET": self._model_of_name, "HEAD": self._model_of_name}
         else:
             methods = self._calls.get(address)
         call = methods.get(request.method) if methods is not None else None
-        if found is None or call is None:
+        if result is None or call is None:
             status = 404 if methods is None else 405
             raise ApiError(status, f"there is no {request.method} {request.path}", code="unknown_url")
-        return await call(self._sessions.find(found[1], shown_key(request.headers)), request)
+        return await call(self._sessions.find(result[1], shown_key(request.headers)), request)
 
     async def _chat(self, session: OpenSession, http: ApiRequest) -> Reply:
         request = chat_completions.read(await _body(http, session))

@@ -73,28 +73,28 @@ def texts(body: Json, name: str) -> tuple[str, ...]:
     value = body.get(name)
     if value is None:
         return ()
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found) or len(found) > 4:
+    result = [value] if isinstance(value, str) else value
+    if not isinstance(result, list) or not all(isinstance(each, str) and each for each in result) or len(result) > 4:
         raise invalid(name, "expected a string or an array of at most 4 strings, none of them empty")
-    return tuple(found)
+    return tuple(result)
 
 
 def sampling(body: Json) -> dict[str, float]:
     """temperature and top_p, where the call asks for them."""
-    found = {name: _number(body, name, low, high) for name, (low, high) in _RANGES.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    result = {name: _number(body, name, low, high) for name, (low, high) in _RANGES.items()}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def steered(body: Json) -> dict[str, float]:
     """Penalties, top_k and min_p, where the call asks for any effect of them."""
-    found = {}
+    result = {}
     for name, (low, high, nothing) in _STEERED.items():
         value = _number(body, name, low, high)
         if value is not None and value not in nothing:
-            found[name] = value
-    if isinstance(found.get("top_k"), float):
-        raise invalid("top_k", f"expected an integer, got {found['top_k']}")
-    return found
+            result[name] = value
+    if isinstance(result.get("top_k"), float):
+        raise invalid("top_k", f"expected an integer, got {result['top_k']}")
+    return result
 
 
 def _number(body: Json, name: str, low: float, high: float) -> float | None:
@@ -129,15 +129,15 @@ def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
         return value
     if not isinstance(value, list):
         raise invalid(path, f"expected a string or an array, got {_kind(value)}")
-    found = []
+    result = []
     for place, part in enumerate(value):
         where = f"{path}[{place}]"
         if not isinstance(part, dict):
             raise invalid(where, f"expected an object, got {_kind(part)}")
         if part.get("type") not in kinds:
             raise unsupported(f"{where}.type", f"{part.get('type')!r:.40}; the model reads only text")
-        found.append(text(part, "refusal" if part["type"] == "refusal" else "text", f"{where}."))
-    return "".join(found)
+        result.append(text(part, "refusal" if part["type"] == "refusal" else "text", f"{where}."))
+    return "".join(result)
 
 
 def tools(body: Json, schema: Callable[[Json, str], dict[str, Any] | None]) -> list[dict[str, Any]] | None:

@@ -102,8 +102,8 @@ class ContextRenderer:
         text = self._rendered(shown, tools, thinking)
         ids: list[int] = []
         for place, sampled in known.items():
-            before, found, text = text.partition(self._mark.format(place))
-            if not found or not text.startswith(self._glue.end_of_turn_text):
+            before, result, text = text.partition(self._mark.format(place))
+            if not result or not text.startswith(self._glue.end_of_turn_text):
                 # This template shows such a turn differently, or not at all: then it is text like any other.
                 return self.prompt(messages, tools, None, most, thinking)
             text = text[len(self._glue.end_of_turn_text) :]
@@ -309,10 +309,10 @@ def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:
 
 def _until(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """``text`` before the first of the texts in ``stop``, and that one."""
-    found = [(text.find(each), each) for each in stop if each in text]
-    if not found:
+    result = [(text.find(each), each) for each in stop if each in text]
+    if not result:
         return text, None
-    place, matched = min(found)
+    place, matched = min(result)
     return text[:place], matched
 
 

@@ -216,7 +216,7 @@ class SessionTree:
 
     def _tool_calls(self, turns: Sequence[Turn], starts: npt.NDArray[np.int64]) -> list[ToolCall]:
         """What was run of the calls of ``turns``, whose sampled tokens begin at ``starts`` of the response."""
-        found = []
+        result = []
         for turn, start in zip(turns, starts, strict=True):
             if not any(call.id in self._ran for call in turn.calls):
                 continue
@@ -224,8 +224,8 @@ class SessionTree:
             for call, position in zip(turn.calls, positions, strict=True):
                 if call.id in self._ran:
                     place = -1 if position < 0 else int(start) + position
-                    found.append(replace(self._ran[call.id], position=place))
-        return found
+                    result.append(replace(self._ran[call.id], position=place))
+        return result
 
     def known(self, messages: Sequence[Message]) -> dict[int, list[int]]:
         """Sampled ids of the turns in a history that is new as a whole, by their place in it."""

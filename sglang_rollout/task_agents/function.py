@@ -62,17 +62,17 @@ async def _called(function: Extension[Callable[..., Any]], task: dict[str, Any],
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[Any] = loop.create_future()
+    result: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if found.done():
+        if result.done():
             return
         if error is None:
-            found.set_result(value)
+            result.set_result(value)
         else:
             # A future takes no StopIteration, and what is neither would end the event loop.
             fits = isinstance(error, (Exception, SystemExit)) and not isinstance(error, StopIteration)
-            found.set_exception(error if fits else RuntimeError(repr(error)))
+            result.set_exception(error if fits else RuntimeError(repr(error)))
 
     def work() -> None:
         value, raised = None, None
@@ -85,4 +85,4 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
     # Not of a pool: a thread that never ends must keep neither others waiting nor the program from ending.
     threading.Thread(target=work, daemon=True, name="task-agent").start()
-    return await found
+    return await result

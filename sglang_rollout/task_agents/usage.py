@@ -31,12 +31,12 @@ class UsageWatch:
 
     async def until(self, pid: int, beyond: Callable[[Usage], bool]) -> Usage:
         """Return when ``beyond`` is true of what ``pid``, which is no longer looked at once no caller waits, uses."""
-        found: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
-        self._waiting[pid] = beyond, found
+        result: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
+        self._waiting[pid] = beyond, result
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
-            return await found
+            return await result
         finally:
             self._waiting.pop(pid, None)
 
@@ -44,9 +44,9 @@ class UsageWatch:
         while self._waiting:
             await asyncio.sleep(LOOK_SECONDS)
             used = await asyncio.to_thread(usage_of, list(self._waiting))
-            for pid, (beyond, found) in list(self._waiting.items()):
-                if pid in used and not found.done() and beyond(used[pid]):
-                    found.set_result(used[pid])
+            for pid, (beyond, result) in list(self._waiting.items()):
+                if pid in used and not result.done() and beyond(used[pid]):
+                    result.set_result(used[pid])
 
 
 def usage_of(roots: list[int]) -> dict[int, Usage]:

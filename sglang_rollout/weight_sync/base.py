@@ -202,11 +202,11 @@ class ServerWeightSync(ABC):
     def _check_version(self, version: int) -> None:
         infos = self._call_all("/model_info", None)
         served = {url: info.get("weight_version") for url, info in infos.items()}
-        wrong = {url: found for url, found in served.items() if str(found) != str(version)}
+        wrong = {url: result for url, result in served.items() if str(result) != str(version)}
         if wrong:
             raise WeightSyncError(
                 "engines serve another weight version than the one just sent: "
-                + ", ".join(f"{url} serves {found!r} instead of {version}" for url, found in wrong.items()),
+                + ", ".join(f"{url} serves {result!r} instead of {version}" for url, result in wrong.items()),
                 list(wrong),
             )
 

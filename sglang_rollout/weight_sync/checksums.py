@@ -93,14 +93,14 @@ class ExpectedChecksums:
             missing: set[str] = set()
             for rank in answer["ranks"]:
                 tensor_rank = _tensor_rank(rank["parallelism_info"])
-                for name, found in rank["checksums"].items():
+                for name, result in rank["checksums"].items():
                     parts = self._tensors.get(name)
                     if parts is None and name == "lm_head.weight":
                         # Tied embeddings: engines that keep a separate output layer copy the input's.
                         parts = self._tensors.get("model.embed_tokens.weight")
                     if parts is None:
                         missing.add(name)
-                    elif _checksum(layout.shard(name, parts, tensor_rank), layout.on_cpu) != found:
+                    elif _checksum(layout.shard(name, parts, tensor_rank), layout.on_cpu) != result:
                         wrong.add(name)
                     else:
                         agreed += 1
@@ -160,13 +160,13 @@ class _Layout:
 
 def _engine_place(name: str) -> tuple[str, Any]:
     """Engine tensor that a Hugging Face tensor is part of, and its place in it."""
-    if found := _EXPERT.match(name):
-        stacked = "w2_weight" if found["projection"] == "down_proj" else "w13_weight"
-        part = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}[found["projection"]]
-        return f"{found['prefix']}.{stacked}", (int(found["expert"]), part)
-    if found := _PROJECTION.match(name):
-        fused, part = _FUSED[found["projection"]]
-        return f"{found['prefix']}{fused}.{found['kind']}", part
+    if result := _EXPERT.match(name):
+        stacked = "w2_weight" if result["projection"] == "down_proj" else "w13_weight"
+        part = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}[result["projection"]]
+        return f"{result['prefix']}.{stacked}", (int(result["expert"]), part)
+    if result := _PROJECTION.match(name):
+        fused, part = _FUSED[result["projection"]]
+        return f"{result['prefix']}{fused}.{result['kind']}", part
     return name, 0
 
 

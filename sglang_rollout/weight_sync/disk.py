@@ -62,11 +62,11 @@ class WeightDirectory:
 
     def newest(self) -> tuple[int, Path] | None:
         """The version that is there, and its directory."""
-        found = []
+        result = []
         for path in self.directory.glob("version_*"):
             with contextlib.suppress(FileNotFoundError):  # it went when a newer one appeared
-                found.append((path.stat().st_mtime_ns, int(path.name.removeprefix("version_")), path))
-        return max(found)[1:] if found else None
+                result.append((path.stat().st_mtime_ns, int(path.name.removeprefix("version_")), path))
+        return max(result)[1:] if result else None
 
     def remove(self) -> None:
         """Remove the directory with every version."""

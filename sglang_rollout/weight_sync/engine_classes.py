@@ -75,7 +75,7 @@ def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float 
     paths = [str(torchvision_directory()), *sys.path]
     search = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-W", "ignore", str(SCRIPT), str(cases), str(answers)],
             env={**os.environ, **sglang_cpu_engine.environment(search)},
             timeout=timeout,
@@ -85,8 +85,8 @@ def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float 
         )
     except subprocess.TimeoutExpired:
         raise OperationError(f"SGLang's classes were not loaded within {timeout:.0f} s") from None
-    if found.returncode or not answers.is_file():
-        raise OperationError(f"SGLang's classes could not be loaded: {found.stdout[-2000:]}")
+    if result.returncode or not answers.is_file():
+        raise OperationError(f"SGLang's classes could not be loaded: {result.stdout[-2000:]}")
     return {
         name: Loaded(_said(answer), answer.get("log_probs", []), answer.get("failed", ""))
         for name, answer in json.loads(answers.read_text()).items()

@@ -115,6 +115,6 @@ def _rank() -> int:
 def _of_all_ranks(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
-    found = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    result = [value] * dist.get_world_size()
+    dist.all_gather_object(result, value)
+    return result

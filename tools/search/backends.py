@@ -113,12 +113,12 @@ class LocalBackend:
         Raises:
             SearchError: there is none.
         """
-        found = self._index.document(source.strip())
-        if not found:
+        result = self._index.document(source.strip())
+        if not result:
             raise SearchError(f"there is no document {source[:200]!r}: give an id that the search has shown")
-        data = "\n\n".join(passage.text for passage in found).encode("utf-8", "replace")
+        data = "\n\n".join(passage.text for passage in result).encode("utf-8", "replace")
         text = data[: limits.max_bytes].decode("utf-8", "ignore")
-        return Page(found[0].title, text, truncated=len(data) > limits.max_bytes)
+        return Page(result[0].title, text, truncated=len(data) > limits.max_bytes)
 
     def take_metrics(self) -> dict[str, float]:
         """Nothing: a local search has no requests to count."""
@@ -137,15 +137,15 @@ def backend_of(config: SearchConfig) -> SearchBackend:
         ExtensionError: it cannot be loaded or made, or lacks a method.
     """
     settings = repr((config.backend, config.backend_kwargs, config.corpus, config.service))
-    found = _shared.get(settings)
-    if found is None:
+    result = _shared.get(settings)
+    if result is None:
         make = search_backends.bind(config.backend, config.backend_kwargs)
         try:
-            found = make(config)
+            result = make(config)
         except ConfigError:
             raise
         except Exception as error:
             raise ExtensionError(f"{make.label}: {make.raised(error)}") from error
-        check_methods(make.label, found, SearchBackend, "search", "read", "take_metrics", "close")
-        _shared[settings] = found
-    return found
+        check_methods(make.label, result, SearchBackend, "search", "read", "take_metrics", "close")
+        _shared[settings] = result
+    return result

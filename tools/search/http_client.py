@@ -179,10 +179,10 @@ class PublicResolver(AbstractResolver):
         Raises:
             PrivateAddress: one of them is not public.
         """
-        found = await self._resolver.resolve(host, port, family)
-        if not all(is_public(each["host"]) for each in found):
+        result = await self._resolver.resolve(host, port, family)
+        if not all(is_public(each["host"]) for each in result):
             raise PrivateAddress(f"{host} is not public")
-        return found
+        return result
 
     async def close(self) -> None:
         """Close the resolver."""

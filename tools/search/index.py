@@ -73,8 +73,8 @@ class BM25Index:
         tokens = self._tokenize([query])
         if not tokens[0]:
             return []
-        found, scores = self._index.retrieve(tokens, k=min(k, len(self._passages)), show_progress=False)
-        pairs = zip(found[0].tolist(), scores[0].tolist(), strict=True)
+        result, scores = self._index.retrieve(tokens, k=min(k, len(self._passages)), show_progress=False)
+        pairs = zip(result[0].tolist(), scores[0].tolist(), strict=True)
         return [Hit(self._passages[index], score) for index, score in pairs if score > 0]
 
     @staticmethod

@@ -168,8 +168,8 @@ class WebSearch:
     async def _search(self, query: str, k: int) -> list[Any]:
         answer = await self._answer(self.question(query, k), _ANSWER_BYTES)
         try:
-            found = self.hits(load_json(answer.body.decode()))[:k]
-            return [[each.passage.id, each.passage.title, each.passage.text, each.score] for each in found]
+            result = self.hits(load_json(answer.body.decode()))[:k]
+            return [[each.passage.id, each.passage.title, each.passage.text, each.score] for each in result]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("%s: an answer could not be read (%r): %.200r", self._base, error, answer.body)
             raise self._failed("its answer could not be read") from error
@@ -285,8 +285,8 @@ class Bing(WebSearch):
 
     def hits(self, answer: Any) -> list[Hit]:
         """The hits in the service's answer."""
-        found = (answer.get("webPages") or {}).get("value") or []
-        return [hit(each.get("url"), each.get("name"), each.get("snippet")) for each in found]
+        result = (answer.get("webPages") or {}).get("value") or []
+        return [hit(each.get("url"), each.get("name"), each.get("snippet")) for each in result]
 
 
 class BrightData(WebSearch):
@@ -319,8 +319,8 @@ class BrightData(WebSearch):
 
     def hits(self, answer: Any) -> list[Hit]:
         """The hits in the service's answer."""
-        found = answer.get("organic") or []
-        return [hit(each.get("link"), each.get("title"), each.get("description")) for each in found]
+        result = answer.get("organic") or []
+        return [hit(each.get("link"), each.get("title"), each.get("description")) for each in result]
 
     def page_question(self, url: str) -> Question | None:
         """The request that reads a page through the service; None where no zone is set for pages."""
@@ -342,10 +342,10 @@ class Retriever(WebSearch):
 
     def hits(self, answer: Any) -> list[Hit]:
         """The hits in the service's answer."""
-        found = []
+        result = []
         for each in answer["result"][0]:
             document = each.get("document", each)
             title, _, text = str(document["contents"]).partition("\n")
             score = each.get("score", 0.0)
-            found.append(hit(str(document.get("id", "")), title.strip().strip('"'), text, float(score)))
-        return found
+            result.append(hit(str(document.get("id", "")), title.strip().strip('"'), text, float(score)))
+        return result

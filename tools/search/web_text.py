@@ -60,9 +60,9 @@ def html_to_text(source: str) -> tuple[str, str]:
             continue
         if end < 0:  # a comment or tag without an end has the rest of the page
             break
-        found = _TAG_NAME.match(source, start + 1)
-        name = found[2].lower() if found else ""
-        if found and not found[1] and name in _ENDS:
+        result = _TAG_NAME.match(source, start + 1)
+        name = result[2].lower() if result else ""
+        if result and not result[1] and name in _ENDS:
             closing = _ENDS[name].search(source, position)
             content = source[position : closing.start() if closing else len(source)]
             if name == "title" and not title:

@@ -75,10 +75,10 @@ def make_demo(config: Config) -> Path:
     directory = Path(demo.directory)
     manifest = _manifest(config.demo, config.tools, config.trainer)
     if directory.exists():
-        found = _read_manifest(directory)
-        if found == manifest:
+        result = _read_manifest(directory)
+        if result == manifest:
             return directory
-        if found is None and any(directory.iterdir()):
+        if result is None and any(directory.iterdir()):
             raise ConfigError(
                 f"demo.directory={demo.directory} holds files that make-demo did not write: choose another directory"
             )

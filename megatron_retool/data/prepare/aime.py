@@ -43,14 +43,14 @@ def aime_problem(cells: Mapping[str, Any], file: str, row: int, year: int) -> Ai
         year: of the data set.
     """
     for pattern, name in ((_URL, "url"), (_ID, "id")):
-        found = pattern.search(str(cells.get(name) or ""))
-        if found and 1 <= int(found[3]) <= PROBLEMS:
-            return AimeProblem(int(found[1]), found[2], int(found[3]))
+        result = pattern.search(str(cells.get(name) or ""))
+        if result and 1 <= int(result[3]) <= PROBLEMS:
+            return AimeProblem(int(result[1]), result[2], int(result[3]))
     number = str(cells.get("problem_idx") or "")
     if number.isdecimal() and 1 <= int(number) <= 2 * PROBLEMS:
         second, place = divmod(int(number) - 1, PROBLEMS)
         return AimeProblem(year, "II" if second else "I", place + 1)
-    found = _FILE.search(file)
-    if found and row < PROBLEMS:
-        return AimeProblem(int(found[1]), found[2].upper(), row + 1)
+    result = _FILE.search(file)
+    if result and row < PROBLEMS:
+        return AimeProblem(int(result[1]), result[2].upper(), row + 1)
     return None

@@ -282,10 +282,10 @@ class AimeQuestions(Questions):
         Raises:
             RowDropped: it is something else.
         """
-        found = _AIME_ANSWER.fullmatch(answer)
-        if found is None:
+        result = _AIME_ANSWER.fullmatch(answer)
+        if result is None:
             raise RowDropped("the answer is no integer from 0 to 999")
-        return found[1]
+        return result[1]
 
     def details(self, place: Place, others: dict[str, Any]) -> dict[str, Any]:
         """Year, contest and number of the problem.
@@ -295,9 +295,9 @@ class AimeQuestions(Questions):
         """
         stated = str(others.get("year", ""))
         problem = aime_problem(others, place.file, place.row, self.year)
-        found = problem.year if problem is not None else int(stated) if stated.isdecimal() else self.year
-        if found != self.year:
-            raise place.error(self.question, f"a problem of {found}, not of {self.year}: name that year's file")
+        result = problem.year if problem is not None else int(stated) if stated.isdecimal() else self.year
+        if result != self.year:
+            raise place.error(self.question, f"a problem of {result}, not of {self.year}: name that year's file")
         if problem is None:
             return {"problem_id": str(others.get("id", place.index)), "year": self.year}
         return _aime_details(problem)
@@ -363,8 +363,8 @@ def _as_turns(place: Place, messages: list[dict[str, Any]]) -> list[dict[str, An
     """A question and its tagged trace as a conversation with tool calls."""
     roles = [str(message["role"]) for message in messages]
     if roles[-2:] != ["user", "assistant"]:
-        found = ", ".join(roles) or "none"
-        raise place.error("messages", f"expected a user's and an assistant's message, found {found}")
+        result = ", ".join(roles) or "none"
+        raise place.error("messages", f"expected a user's and an assistant's message, found {result}")
     question, text = (message.get("content", "") for message in messages[-2:])
     _, _, asked = question.rpartition(_QUESTION_MARK)
     try:

@@ -97,10 +97,10 @@ def prepare(
         manifest = {**settings, "outputs": {}}
     if wanted and all(_is_there(directory, output, manifest) for output in data_set.outputs):
         return manifest
-    found = source()
-    manifest["source"] = {"where": found.where, "revision": found.revision}
+    result = source()
+    manifest["source"] = {"where": result.where, "revision": result.revision}
     with _made(directory):
-        _prepare_outputs(data_set, directory, found, manifest, instruction, console)
+        _prepare_outputs(data_set, directory, result, manifest, instruction, console)
     return manifest
 
 
@@ -147,10 +147,10 @@ def _prepare_outputs(
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, or an empty one where there is none that can be read."""
     try:
-        found = load_json(path.read_bytes())
+        result = load_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and isinstance(found.get("outputs"), dict) else {}
+    return result if isinstance(result, dict) and isinstance(result.get("outputs"), dict) else {}
 
 
 def _is_there(directory: Path, output: PreparedFile, manifest: dict[str, Any]) -> bool:

@@ -48,9 +48,9 @@ def local_source(data_set: DataSet, path: Path) -> DataSetSource:
         DataError: nothing is there, or nothing for one of the outputs.
     """
     if path.is_file():
-        found = {path.name: path}
+        result = {path.name: path}
     elif path.is_dir():
-        found = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
+        result = {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
     else:
         raise DataError(f"--from {path}: there is no such file or directory")
     outputs = data_set.outputs
@@ -59,8 +59,8 @@ def local_source(data_set: DataSet, path: Path) -> DataSetSource:
         if not outputs:
             either = " or ".join(output.name for output in data_set.outputs)
             raise DataError(f"--from {path}: the name does not tell whether it is {either}: name a directory")
-    names = _data_files(list(found), outputs, f"--from {path}")
-    files = {output: [SourceFile(found[name], name) for name in chosen] for output, chosen in names.items()}
+    names = _data_files(list(result), outputs, f"--from {path}")
+    files = {output: [SourceFile(result[name], name) for name in chosen] for output, chosen in names.items()}
     return DataSetSource(str(path.resolve()), None, files)
 
 

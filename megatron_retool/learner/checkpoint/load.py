@@ -84,9 +84,9 @@ def verify_together(directory: str | Path) -> None:
         DamagedError: on every rank, naming the files that are not what they were.
     """
     directory, ranks = Path(directory), dist.get_world_size()
-    found: list[list[Fault]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(found, find_faults(directory, part=dist.get_rank(), parts=ranks))
-    raise_damaged(directory, [fault for faults in found for fault in faults])
+    result: list[list[Fault]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(result, find_faults(directory, part=dist.get_rank(), parts=ranks))
+    raise_damaged(directory, [fault for faults in result for fault in faults])
 
 
 def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
@@ -157,8 +157,8 @@ def _load_plain_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[
             continue
         own = tensors if len(parts) == 1 else tensors.get(number, {})
         state = part.state_dict()
-        inner, found = (state["optimizer"], own.get("optimizer", {})) if "optimizer" in state else (state, own)
-        inner["state"] = dict(found.get("state", {}))
+        inner, result = (state["optimizer"], own.get("optimizer", {})) if "optimizer" in state else (state, own)
+        inner["state"] = dict(result.get("state", {}))
         if isinstance(part.optimizer, torch.optim.Adam):
             for tensors_of_one in inner["state"].values():
                 tensors_of_one["step"] = torch.tensor(float(stored["optimizer_step"]))

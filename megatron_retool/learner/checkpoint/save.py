@@ -83,8 +83,8 @@ class _Writer(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """With the path as text: a pickled Path of Python 3.13 names a module that 3.12 does not have."""
-        found = super().storage_meta()
-        return found and dataclasses.replace(found, checkpoint_id=str(found.checkpoint_id))
+        result = super().storage_meta()
+        return result and dataclasses.replace(result, checkpoint_id=str(result.checkpoint_id))
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
         written: list[WriteResult] = []

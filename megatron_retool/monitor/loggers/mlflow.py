@@ -38,11 +38,11 @@ class MlflowLogger(Logger):
 
     def _new_run(self, uri: str | None, runs: str) -> str:
         run = self.run
-        found = self._client.get_experiment_by_name(run.project)
+        result = self._client.get_experiment_by_name(run.project)
         local = uri is not None and uri.startswith("sqlite:")
         experiment = (
-            found.experiment_id
-            if found is not None
+            result.experiment_id
+            if result is not None
             else self._client.create_experiment(run.project, f"file://{runs}/mlflow_files" if local else None)
         )
         made = self._client.create_run(experiment, run_name=run.name)

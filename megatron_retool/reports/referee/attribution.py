@@ -193,10 +193,10 @@ def layer_rows(
         compared = ~seen if 2 * seen.sum() < len(seen) else np.ones_like(seen)
         row: dict[str, Any] = {"stage": stage}
         for name, quantile in (("median", 0.5), ("p95", 0.95)):
-            found = float(np.quantile(differences[compared, number], quantile))
+            result = float(np.quantile(differences[compared, number], quantile))
             expected = float(np.quantile(format_differences[compared, number], quantile))
-            off |= found > SLACK * max(expected, HIDDEN_FLOOR)
-            row |= {name: found, f"format_{name}": expected}
+            off |= result > SLACK * max(expected, HIDDEN_FLOOR)
+            row |= {name: result, f"format_{name}": expected}
         rows.append({**row, "off": bool(off)})
     return rows
 
@@ -217,7 +217,7 @@ def routing_statistics(engine: FloatArray, routing: Routing) -> dict[str, Any]:
     squares = float(np.square(own_error).sum())
     other = other_experts(routing.engine_experts, routing.own_experts) & routing.known[:, None]
     anywhere, known = other.any(-1), max(int(routing.known.sum()), 1)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "tokens": int(routing.known.sum()),
         "share_of_squared_error": float((own_error * by_routing).sum()) / squares if squares > 0 else None,
         "mean_abs_own": float(np.abs(own_error).mean()),
@@ -231,9 +231,9 @@ def routing_statistics(engine: FloatArray, routing: Routing) -> dict[str, Any]:
     }
     if routing.learner_experts is not None:
         learner_other = other_experts(routing.learner_experts, routing.own_experts)
-        found["learner_tokens_with_other_experts"] = float(learner_other.any(-1).mean())
-        found["learner_by_layer"] = [float(share) for share in learner_other.mean(0)]
-    return found
+        result["learner_tokens_with_other_experts"] = float(learner_other.any(-1).mean())
+        result["learner_by_layer"] = [float(share) for share in learner_other.mean(0)]
+    return result
 
 
 def other_experts(chosen: IntArray, own: IntArray) -> npt.NDArray[np.bool_]:

@@ -110,7 +110,7 @@ def read_learner(
         )
         # Where each sampled token stands among the sampled, and among the watched.
         place = np.cumsum(batch.loss_mask) - 1
-        found = _Found(len(watched), architecture)
+        result = _Found(len(watched), architecture)
         routing = None
         if replays_engine(step, batch):
             replay = RoutingReplay(config.learner, config.algorithm, architecture, transformer_config, [model], device)
@@ -126,9 +126,9 @@ def read_learner(
                     chunk_tokens=settings.log_prob_chunk_tokens,
                     fp32_head=settings.fp32_lm_head,
                 )[0]
-            found.add(tokens, log_probs, watch)
+            result.add(tokens, log_probs, watch)
             on_tokens(len(tokens))
-        return found.reading(watched)
+        return result.reading(watched)
     finally:
         parallel.shutdown()
 

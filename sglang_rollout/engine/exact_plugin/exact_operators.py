@@ -158,8 +158,8 @@ def zero_centered_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None
 def _normed(norm: Any, weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     if residual is not None:
         x = x + residual
-    found = operators.rms_norm(x, weight, norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
-    return found if residual is None else (found, x)
+    result = operators.rms_norm(x, weight, norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+    return result if residual is None else (result, x)
 
 
 def convolved(known: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
@@ -185,8 +185,8 @@ def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Te
 
 def scaled_embedding(embedding: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Of tokens, times a factor that is rounded to the model's dtype."""
-    found = torch.nn.functional.embedding(input_ids, embedding.weight)
-    return found * found.new_tensor(embedding.embed_scale)
+    result = torch.nn.functional.embedding(input_ids, embedding.weight)
+    return result * result.new_tensor(embedding.embed_scale)
 
 
 def silu_and_mul(activation: Any, x: torch.Tensor) -> torch.Tensor:
@@ -316,8 +316,8 @@ def with_exact_products(original: Any, attention: Any, *arguments: Any, **kwargs
 
 def products_of_heads(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """[heads, rows, K] times [heads, K, N]."""
-    found = operators.linear_of_heads(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
-    return found if out is None else out.copy_(found)
+    result = operators.linear_of_heads(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    return result if out is None else out.copy_(result)
 
 
 def router_logits(gate: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

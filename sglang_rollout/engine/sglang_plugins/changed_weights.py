@@ -45,15 +45,15 @@ def with_changes(
     by_name = dict(tensors)
     if not any(name.endswith(SHAPE) for name in by_name):
         return tensors
-    found = []
+    result = []
     for name, tensor in tensors:
         if name.endswith(SHAPE):
             whole = name.removesuffix(SHAPE)
             parts = {part: by_name[whole + part] for part in PARTS if whole + part in by_name}
-            found.append((whole, changed_weight(tensor.tolist(), parts)))
+            result.append((whole, changed_weight(tensor.tolist(), parts)))
         elif not name.endswith(PARTS):
-            found.append((name, tensor))
-    return found
+            result.append((name, tensor))
+    return result
 
 
 def positions_of(gaps: torch.Tensor) -> torch.Tensor:
@@ -79,14 +79,14 @@ def changed_weight(shape: list[int], parts: dict[str, torch.Tensor]) -> torch.Te
         places = positions_of(parts[GAPS])
     else:
         places = parts[POSITIONS].long()
-    found = values.contiguous().view(kind)
+    result = values.contiguous().view(kind)
     if KINDS in parts:
         kinds = unpacked(parts[KINDS], 2, len(places))
         moved = mark + 1 - 2 * kinds.to(kind)
         moved[kinds == 2] = mark + parts[STEPS].to(kind)
-        moved[kinds == 3] = found
-        found = moved
-    words.view(-1)[places] = found
+        moved[kinds == 3] = result
+        result = moved
+    words.view(-1)[places] = result
     return words.view(values.dtype).as_subclass(ChangedWeight)
 
 

@@ -83,10 +83,10 @@ def misfit(manager: Any, adapter: Any) -> str | None:
                 return f"layer {number} has nothing for {name}"
             if ".lora_A." in name:
                 rows = rank * get_stacked_multiply(target, manager.base_model)
-                found, expected = modules[target].slice_lora_a_weights(weight), pool.A_buffer[target][number][0, :rows]
+                result, expected = modules[target].slice_lora_a_weights(weight), pool.A_buffer[target][number][0, :rows]
             else:
-                found = modules[target].slice_lora_b_weights(weight)
+                result = modules[target].slice_lora_b_weights(weight)
                 expected = pool.B_buffer[target][number][0, :, :rank]
-            if found.shape != expected.shape:
-                return f"{name} has shape {list(found.shape)} where this rank needs {list(expected.shape)}"
+            if result.shape != expected.shape:
+                return f"{name} has shape {list(result.shape)} where this rank needs {list(expected.shape)}"
     return None

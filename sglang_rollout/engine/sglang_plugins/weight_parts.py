@@ -127,14 +127,14 @@ def _dims(weight: torch.Tensor, steps: list[int], whole: tuple[int, ...], first:
         if size == 1:
             dims.append(None)
             continue
-        found = [
+        result = [
             dim
             for dim, step in enumerate(steps)
             if step == stride and first[dim] + size <= whole[dim] and dim not in dims
         ]
-        if not found:
+        if not result:
             return None
-        dims.append(found[0])
+        dims.append(result[0])
     return dims
 
 

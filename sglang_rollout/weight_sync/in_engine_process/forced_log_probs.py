@@ -48,12 +48,12 @@ def log_probs(directory: str, sequences: list[list[int]]) -> list[list[float]]:
     with torch.no_grad():
         prompts, _ = _extend(runner, requests, [0] * len(sequences), middles)
         turns, batch = _extend(runner, requests, middles, ends)
-        found = [prompt + turn for prompt, turn in zip(prompts, turns, strict=True)]
+        result = [prompt + turn for prompt, turn in zip(prompts, turns, strict=True)]
         for step in range(DECODED):
             decoded = _decode(runner, batch, [ids[end + step :] for ids, end in zip(sequences, ends, strict=True)])
-            for each, score in zip(found, decoded, strict=True):
+            for each, score in zip(result, decoded, strict=True):
                 each.append(score)
-    return found
+    return result
 
 
 def _runner(directory: str, tokens: int, requests: int) -> Any:

@@ -133,17 +133,17 @@ def half_of(tensors: dict[str, torch.Tensor], half: int, dims: dict[str, int]) -
         return list(tensors.items())
     from sglang_rollout.engine.sglang_plugins.weight_parts import weight_part
 
-    found = []
+    result = []
     for name, tensor in tensors.items():
         dim = dims.get(name)
         if dim is None and half == 0:
-            found.append((name, tensor))
+            result.append((name, tensor))
         elif dim is not None:
             first = -(-tensor.shape[dim] // 2)
             start, size = (0, first) if half == 0 else (first, tensor.shape[dim] - first)
             place = f"{'x'.join(map(str, tensor.shape))}:{dim}:{start}"
-            found.append(weight_part(f"{name}.part:{place}", tensor.narrow(dim, start, size)))
-    return found
+            result.append(weight_part(f"{name}.part:{place}", tensor.narrow(dim, start, size)))
+    return result
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def has_relations(structure: Structure) -> bool:
 
 def assignment(structure: Structure) -> dict[str, Structure] | None:
     """{"x": 1, "y": 2} of x = 1, y = 2 and of (x, y) = (1, 2)."""
-    found: dict[str, Structure] = {}
+    result: dict[str, Structure] = {}
     if isinstance(structure, Relation) and structure.operators == ("=",):
         names, values = structure.sides
         if not (
@@ -145,16 +145,16 @@ def assignment(structure: Structure) -> dict[str, Structure] | None:
         for name, value in zip(names.items, values.items, strict=True):
             if not isinstance(name, Symbol):
                 return None
-            found[name.name] = value
-        return found
+            result[name.name] = value
+        return result
     if not isinstance(structure, Listing) or structure.word == "or":
         return None
     for item in structure.items:
         if not (isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Symbol)):
             return None
-        found[item.sides[0].name] = item.sides[1]
-    several = len({name.partition("_")[0] for name in found}) == len(found) == len(structure.items)
-    return found if several else None
+        result[item.sides[0].name] = item.sides[1]
+    several = len({name.partition("_")[0] for name in result}) == len(result) == len(structure.items)
+    return result if several else None
 
 
 def items_of(structure: Structure) -> list[Structure] | None:

@@ -422,12 +422,12 @@ def _last_outside(slice_: Sequence[Token], signs: tuple[str, ...]) -> int:
 
 def _outside(slice_: Sequence[Token], signs: tuple[str, ...]) -> list[int]:
     """Where ``signs`` stand that are in no brackets."""
-    depth, found = 0, []
+    depth, result = 0, []
     for position, token in enumerate(slice_):
         depth += _depth_step(token)
         if depth == 0 and token.kind in ("sign", "command") and token.text in signs:
-            found.append(position)
-    return found
+            result.append(position)
+    return result
 
 
 def _matching(slice_: Sequence[Token]) -> int:

@@ -76,10 +76,10 @@ def _prediction(data_source: str, solution_str: str, extra_info: dict[str, Any])
 
 def hash_answer(text: str) -> str | None:
     """The number behind the last ``####`` of the text's last 300 characters, as GSM8K writes an answer."""
-    found = _HASHES.findall(text[-_HASHES_WITHIN:])
-    if not found:
+    result = _HASHES.findall(text[-_HASHES_WITHIN:])
+    if not result:
         return None
-    return found[-1].replace(",", "") if _GROUPED.fullmatch(found[-1]) else found[-1]
+    return result[-1].replace(",", "") if _GROUPED.fullmatch(result[-1]) else result[-1]
 
 
 def final_assistant_turn(solution: str) -> str:
@@ -100,22 +100,22 @@ def extract_answer(text: str) -> str | None:
     call = _TOOL_CALL.search(text)
     if call is not None:
         text = text[: call.start()]
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
     box = _last_box(text)
     if box is not None:
-        found.append(box)
+        result.append(box)
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
         content = text[start + len("<answer>") : end]
         inner = _last_box(content)
-        found.append((end, content if inner is None else inner[1]))
+        result.append((end, content if inner is None else inner[1]))
     for match in _ANSWER_LINE.finditer(text):
         inner = _last_box(match[1])
-        found.append((match.end(), match[1].strip("*$ \t\r") if inner is None else inner[1]))
-    if not found:
+        result.append((match.end(), match[1].strip("*$ \t\r") if inner is None else inner[1]))
+    if not result:
         return None
-    answer = max(found, key=lambda item: item[0])[1].strip()
+    answer = max(result, key=lambda item: item[0])[1].strip()
     return answer or None
 
 

@@ -73,7 +73,7 @@ def tokens(text: str, commas_in_brackets: bool) -> list[Token]:
     Raises:
         UnreadableError: a sign that no answer is made of, a number beyond all use, or too many tokens.
     """
-    found: list[Token] = []
+    result: list[Token] = []
     # Of each open bracket, whether commas in it separate items, as they do not in the braces of \\frac{1,000}{3}.
     separates: list[bool] = []
     position, spaced = 0, False
@@ -85,14 +85,14 @@ def tokens(text: str, commas_in_brackets: bool) -> list[Token]:
         whole = commas_in_brackets or not separates or not separates[-1]
         token, position = _next(text, position, whole, spaced)
         if token.text in _OPENING:
-            separates.append(not (found and _opens_argument(token, found[-1])))
+            separates.append(not (result and _opens_argument(token, result[-1])))
         elif token.text in _CLOSING and separates:
             separates.pop()
-        found.append(token)
+        result.append(token)
         spaced = False
-        if len(found) > MAX_TOKENS:
+        if len(result) > MAX_TOKENS:
             raise UnreadableError("too long")
-    return found
+    return result
 
 
 def _opens_argument(bracket: Token, before: Token) -> bool:

@@ -169,27 +169,27 @@ def find(process_id: int) -> CgroupParent | None:
 
 def _memberships() -> dict[str, str]:
     """Controller (empty for version 2) → this process's group, from /proc/self/cgroup."""
-    found = {}
+    result = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
-            found[controller] = path
-    return found
+            result[controller] = path
+    return result
 
 
 def _hierarchies() -> dict[str, Path]:
     """Controller (empty for version 2) → where its hierarchy is mounted."""
-    found = {}
+    result = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
         target = Path(left.split(" ")[4])
         if kind == "cgroup2":
-            found[""] = target
+            result[""] = target
         elif kind == "cgroup":
             for option in options.split(","):
-                found[option] = target
-    return found
+                result[option] = target
+    return result
 
 
 def _enable_controllers(directory: Path) -> None:

@@ -25,9 +25,9 @@ def end(spared: int | None = None) -> bool:
     deadline = time.monotonic() + _END_SECONDS
     while _has_children():
         stopped: set[int] = set()
-        while time.monotonic() < deadline and (found := _descendants(spared) - stopped):
-            _signal(found, signal.SIGSTOP)
-            stopped |= found
+        while time.monotonic() < deadline and (result := _descendants(spared) - stopped):
+            _signal(result, signal.SIGSTOP)
+            stopped |= result
         if not stopped:
             return not _descendants(spared)
         _signal(stopped, signal.SIGKILL)
@@ -51,8 +51,8 @@ def _has_children() -> bool:
 
 def _descendants(spared: int | None) -> set[int]:
     known = children()
-    found = set(below(os.getpid(), known))
-    return found if spared is None else found - {spared, *below(spared, known)}
+    result = set(below(os.getpid(), known))
+    return result if spared is None else result - {spared, *below(spared, known)}
 
 
 def _signal(processes: set[int], number: signal.Signals) -> None:

@@ -37,11 +37,11 @@ def server(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def why_not() -> str | None:
     """What is wrong with this environment's SGLang; None where it is right."""
     try:
-        found = importlib.metadata.version("sglang")
+        result = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return f"SGLang is not installed: pip install sglang=={SGLANG_VERSION}"
-    if found != SGLANG_VERSION:
-        return f"SGLang {found} is installed, and this needs {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+    if result != SGLANG_VERSION:
+        return f"SGLang {result} is installed, and this needs {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
     return None
 
 

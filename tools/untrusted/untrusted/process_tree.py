@@ -14,22 +14,22 @@ def descendants(root: int) -> list[int]:
 
 def children() -> dict[int, list[int]]:
     """The children of every process that has any."""
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            found.setdefault(int(process_fields(pid)[1]), []).append(pid)
-    return found
+            result.setdefault(int(process_fields(pid)[1]), []).append(pid)
+    return result
 
 
 def below(root: int, known: Mapping[int, Sequence[int]]) -> list[int]:
     """``descendants`` of several processes by one look at ``children``."""
-    found: list[int] = []
+    result: list[int] = []
     queue = [root]
     while queue:
         own = known.get(queue.pop(), [])
-        found += own
+        result += own
         queue += own
-    return found
+    return result
 
 
 def process_fields(pid: int) -> list[str]:
