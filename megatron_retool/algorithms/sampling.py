@@ -34,6 +34,7 @@ which no trust region on the ratio survives.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ from megatron_retool.errors import InputError
 
 _UNITS = 2.0**52
 """Of mass, in a probability of 1."""
+_NO_LIMIT = 2**62
 
 
 def is_unfiltered(config: SamplingSettings) -> bool:
@@ -75,13 +77,24 @@ def kept_in_order(ordered: Tensor, top_k: int | Tensor, top_p: float | Tensor, m
     ``top_k`` (at least 1), ``top_p`` and ``min_p`` are numbers, or have an entry for each row, [..., 1]. They are taken
     in float32, as engines do.
     """
-    share, least = (torch.as_tensor(each, dtype=torch.float32, device=ordered.device) for each in (top_p, min_p))
     mass = (ordered.double() * _UNITS).long()
-    keep = mass.cumsum(-1) - mass <= torch.where(share < 1.0, share.double() * _UNITS, torch.inf)
+    keep = mass.cumsum(-1) - mass <= _units(top_p)
     keep &= torch.arange(ordered.size(-1), device=ordered.device) < top_k
-    keep &= ordered >= least * ordered[..., :1]
+    keep &= ordered >= _in_float32(min_p) * ordered[..., :1]
     keep[..., 0] = True
     return keep
+
+
+def _units(top_p: float | Tensor) -> int | Tensor:
+    """How much mass may lie before a token; any amount where ``top_p`` is 1."""
+    share = _in_float32(top_p)
+    if isinstance(share, Tensor):
+        return torch.where(share < 1.0, (share.double() * _UNITS).long(), _NO_LIMIT)
+    return int(share * _UNITS) if share < 1.0 else _NO_LIMIT
+
+
+def _in_float32(value: float | Tensor) -> float | Tensor:
+    return value.float() if isinstance(value, Tensor) else float(np.float32(value))
 
 
 def _scaled_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:
