@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker.requests import CheckpointPath
-from megatron_retool.tinker.run_store import RECORD_NAME, Checkpoint, RunStore
+from megatron_retool.tinker.run_store import RECORD_NAME, RunStore, StoredCheckpoint
 from sglang_rollout.gateway.errors import ApiError
 
 Deleted = Callable[[CheckpointPath], Awaitable[None]]
@@ -35,7 +35,7 @@ class Checkpoints:
     def __init__(self, store: RunStore, deleted: Deleted) -> None:
         self._store = store
         self._deleted = deleted
-        self._checkpoints: dict[CheckpointPath, Checkpoint] = {}
+        self._checkpoints: dict[CheckpointPath, StoredCheckpoint] = {}
 
     def restore(self) -> None:
         """Take in what is on disk: in a thread, before anything else."""
@@ -44,7 +44,7 @@ class Checkpoints:
     def __contains__(self, path: CheckpointPath) -> bool:
         return path in self._checkpoints
 
-    def find(self, path: CheckpointPath, field_name: str = "path") -> Checkpoint:
+    def find(self, path: CheckpointPath, field_name: str = "path") -> StoredCheckpoint:
         """
         Raises:
             ApiError: 404, there is no such checkpoint.
@@ -54,7 +54,7 @@ class Checkpoints:
             raise ApiError(404, f"{field_name}: there is no checkpoint {path}", code="not_found", param=field_name)
         return result
 
-    def of(self, path: str | None) -> Checkpoint | None:
+    def of(self, path: str | None) -> StoredCheckpoint | None:
         """The checkpoint of a path, where there is one."""
         return next((each for each in self._checkpoints.values() if str(each.path) == path), None)
 
@@ -62,22 +62,22 @@ class Checkpoints:
         """Where the checkpoint's files are."""
         return self._store.directory(path)
 
-    def named(self, run: str | None = None) -> list[Checkpoint]:
+    def named(self, run: str | None = None) -> list[StoredCheckpoint]:
         """The newest first; those that sampling sessions made for themselves are left out."""
         result = [each for each in self._checkpoints.values() if run is None or each.path.run == run]
         return [each for each in reversed(result) if not each.unnamed and not _has_expired(each)]
 
-    def unnamed(self, run: str) -> list[Checkpoint]:
+    def unnamed(self, run: str) -> list[StoredCheckpoint]:
         """Those that sampling sessions made for themselves, the oldest first."""
         return [each for each in self._checkpoints.values() if each.unnamed and each.path.run == run]
 
-    def followed(self, run: str) -> Checkpoint | None:
+    def followed(self, run: str) -> StoredCheckpoint | None:
         """What sampling sessions that follow a run sample from."""
         return next((each for each in reversed(self.unnamed(run)) if each.inflight), None)
 
     async def write(
-        self, checkpoint: Checkpoint, fill: Callable[[Path], Awaitable[None]], *, overwrite: bool = False
-    ) -> Checkpoint:
+        self, checkpoint: StoredCheckpoint, fill: Callable[[Path], Awaitable[None]], *, overwrite: bool = False
+    ) -> StoredCheckpoint:
         """Make a checkpoint; ``fill`` writes its files into an empty directory.
 
         Raises:
@@ -97,7 +97,7 @@ class Checkpoints:
         self._checkpoints[checkpoint.path] = checkpoint
         return checkpoint
 
-    async def copy(self, source: Checkpoint, path: CheckpointPath, ttl_seconds: int | None) -> None:
+    async def copy(self, source: StoredCheckpoint, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Make a checkpoint of the files of another, which stay as long as either of them.
 
         Args:
@@ -115,7 +115,7 @@ class Checkpoints:
                 dirs_exist_ok=True,
             )
 
-        copied = Checkpoint(
+        copied = StoredCheckpoint(
             path,
             source.base_model,
             source.lora,
@@ -126,7 +126,7 @@ class Checkpoints:
         await self.write(copied, fill)
 
     async def change(
-        self, checkpoint: Checkpoint, *, public: bool | None = None, ttl: tuple[int | None] | None = None
+        self, checkpoint: StoredCheckpoint, *, public: bool | None = None, ttl: tuple[int | None] | None = None
     ) -> None:
         """Note that it was published or withdrawn, or how long it lives from now on."""
         if public is not None:
@@ -148,6 +148,6 @@ class Checkpoints:
             await self.delete(checkpoint.path)
 
 
-def _has_expired(checkpoint: Checkpoint) -> bool:
+def _has_expired(checkpoint: StoredCheckpoint) -> bool:
     end = checkpoint.expires_at
     return end is not None and datetime.datetime.fromisoformat(end) <= datetime.datetime.now(datetime.UTC)

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_retool.config import SamplingConfig
 from megatron_retool.target_sequences import Int64Array, RequestRefused
 from megatron_retool.tinker.requests import SampleRequest
-from megatron_retool.tinker.sampler import SampledTokens, SampleResult, TopTokens
+from megatron_retool.tinker.sampler import LikeliestTokens, SampledTokens, SampleResult
 from megatron_retool.tinker.wire import MASKED
 from sglang_rollout.engine.base import (
     EngineClientError,
@@ -195,11 +195,11 @@ class EngineSampler:
             raise
 
 
-def _table(rows: Sequence[Sequence[tuple[int, float]]], width: int) -> TopTokens:
+def _table(rows: Sequence[Sequence[tuple[int, float]]], width: int) -> LikeliestTokens:
     """(id, log-prob) of each place, the likeliest first, as tables; what a place lacks is masked."""
     ids = np.zeros((len(rows), width), np.int64)
     log_probs = np.full((len(rows), width), MASKED, np.float32)
     for place, row in enumerate(rows):
         for column, (token, log_prob) in enumerate(row[:width]):
             ids[place, column], log_probs[place, column] = token, log_prob
-    return TopTokens(ids, log_probs)
+    return LikeliestTokens(ids, log_probs)

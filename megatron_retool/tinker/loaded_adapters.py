@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_retool.tinker.requests import CheckpointPath
-from megatron_retool.tinker.sampler import Sampler
+from megatron_retool.tinker.sampler import PromptSampler
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class LoadedAdapters:
         most: that are loaded at the same time.
     """
 
-    def __init__(self, sampler: Sampler, most: int) -> None:
+    def __init__(self, sampler: PromptSampler, most: int) -> None:
         self._sampler = sampler
         self._most = most
         # From the one that was not used for the longest time to the newest.

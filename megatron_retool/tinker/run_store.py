@@ -62,7 +62,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredCheckpoint:
     """
     Attributes:
         base_model, lora: of its run.
@@ -153,7 +153,7 @@ class RunStore:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, checkpoint: Checkpoint) -> Checkpoint:
+    def commit(self, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
         """Give the directory of ``prepare`` its name, in place of an older one; the checkpoint with its size."""
         partial, final = self._partial(checkpoint.path), self.directory(checkpoint.path)
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
@@ -167,7 +167,7 @@ class RunStore:
         shutil.rmtree(old, ignore_errors=True)
         return checkpoint
 
-    def write_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def write_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
         """Note what changed about a checkpoint."""
         _write(self.directory(checkpoint.path) / RECORD_NAME, checkpoint)
 
@@ -183,7 +183,7 @@ class RunStore:
             result = _read(file)
             yield RunRecord(**{**result, "lora": LoraSettings(**result["lora"])})
 
-    def checkpoints(self) -> Iterator[Checkpoint]:
+    def checkpoints(self) -> Iterator[StoredCheckpoint]:
         """All that are complete, the oldest first. What a kill left behind of others is removed."""
         result = []
         for directory in self._runs.glob("*/*/*"):
@@ -194,7 +194,7 @@ class RunStore:
         for file in self._runs.glob(f"*/*/*/{RECORD_NAME}"):
             read = _read(file)
             read |= {"path": CheckpointPath(**read["path"]), "lora": LoraSettings(**read["lora"])}
-            result.append(Checkpoint(**read))
+            result.append(StoredCheckpoint(**read))
         yield from sorted(result, key=lambda each: each.time)
 
     def sessions(self) -> Iterator[tuple[SessionRecord, list[SamplerRecord]]]:

@@ -19,7 +19,7 @@ _STOP_REASONS = {"stop": 0, "length": 1}
 
 
 @dataclass(frozen=True, eq=False)
-class TopTokens:
+class LikeliestTokens:
     """The likeliest tokens of some positions: ids and log-probs [n, k]; where there is none, ``wire.MASKED``."""
 
     ids: Ids
@@ -38,7 +38,7 @@ class SampledTokens:
     tokens: Ids
     log_probs: FloatArray
     stopped: bool
-    top: TopTokens | None = None
+    top: LikeliestTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class SampleResult:
 
     sequences: list[SampledTokens]
     prompt_log_probs: FloatArray | None = None
-    top_prompt: TopTokens | None = None
+    top_prompt: LikeliestTokens | None = None
     target_log_probs: FloatArray | None = None
     cached_tokens: int = 0
 
@@ -76,7 +76,7 @@ class SampleResult:
         return bytes(message.SerializeToString())
 
 
-class Sampler(Protocol):
+class PromptSampler(Protocol):
     """Samples of several prompts run side by side.
 
     Every method raises RequestRefused where the caller asked for what cannot be done.

@@ -19,9 +19,9 @@ from megatron_retool.tinker.requests import (
     required_text,
 )
 from megatron_retool.tinker.run_store import SamplerRecord
-from megatron_retool.tinker.sampler import Sampler
+from megatron_retool.tinker.sampler import PromptSampler
 from megatron_retool.tinker.served_model import ServedModel
-from megatron_retool.tinker.sessions import Sessions
+from megatron_retool.tinker.sessions import ClientSessions
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 from sglang_rollout.gateway.fields import Json
 from untrusted import clipped
@@ -37,10 +37,10 @@ class Sampling:
     def __init__(
         self,
         model: ServedModel,
-        sampler: Sampler,
+        sampler: PromptSampler,
         adapters: LoadedAdapters,
         checkpoints: Checkpoints,
-        sessions: Sessions,
+        sessions: ClientSessions,
         promises: Promises,
     ) -> None:
         self._model, self._sampler, self._adapters = model, sampler, adapters

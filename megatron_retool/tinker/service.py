@@ -16,10 +16,10 @@ from megatron_retool.tinker.loaded_adapters import LoadedAdapters
 from megatron_retool.tinker.promises import Promises
 from megatron_retool.tinker.requests import CheckpointPath
 from megatron_retool.tinker.run_store import RunStore
-from megatron_retool.tinker.sampler import Sampler
+from megatron_retool.tinker.sampler import PromptSampler
 from megatron_retool.tinker.sampling import Sampling
 from megatron_retool.tinker.served_model import ServedModel
-from megatron_retool.tinker.sessions import Session, Sessions
+from megatron_retool.tinker.sessions import ClientSession, ClientSessions
 from megatron_retool.tinker.trainer import Trainer
 from megatron_retool.tinker.training import Training
 
@@ -44,7 +44,7 @@ class TinkerService:
         config: TinkerConfig,
         model: ServedModel,
         trainer: Trainer,
-        sampler: Sampler,
+        sampler: PromptSampler,
         directory: Path,
         *,
         fatal: tuple[type[Exception], ...] = (),
@@ -53,7 +53,7 @@ class TinkerService:
         self.model = model
         store = RunStore(directory)
         self.promises = Promises()
-        self.sessions = Sessions(store, config.session_timeout_seconds)
+        self.sessions = ClientSessions(store, config.session_timeout_seconds)
         self._adapters = LoadedAdapters(sampler, config.loaded_adapters)
         self.checkpoints = Checkpoints(store, self._forget_adapter)
         self.training = Training(config, model, trainer, store, self.checkpoints, self.sessions, self.promises, fatal)
@@ -81,7 +81,7 @@ class TinkerService:
         """
         raise await self.training.died
 
-    async def finish(self, session: Session) -> None:
+    async def finish(self, session: ClientSession) -> None:
         """End a session and close its runs."""
         await self.sessions.finish(session)
         await self.training.end(session.record.id)

@@ -21,7 +21,7 @@ _KEYS_KEPT = 4096
 
 
 @dataclass(eq=False)
-class Session:
+class ClientSession:
     """
     Attributes:
         last_sign: when its client was heard of.
@@ -34,7 +34,7 @@ class Session:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Sessions:
+class ClientSessions:
     """All sessions by id.
 
     Args:
@@ -44,18 +44,18 @@ class Sessions:
 
     def __init__(self, store: RunStore, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._timeout, self._clock = store, timeout_seconds, clock
-        self._sessions: dict[str, Session] = {}
-        self._samplers: dict[str, tuple[Session, SamplerRecord]] = {}
-        self._by_key: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: dict[str, ClientSession] = {}
+        self._samplers: dict[str, tuple[ClientSession, SamplerRecord]] = {}
+        self._by_key: OrderedDict[str, ClientSession] = OrderedDict()
 
     def restore(self) -> None:
         """Take in what is on disk: in a thread, before anything else."""
         for record, samplers in self._store.sessions():
-            session = Session(record, self._clock(), {each.id: each for each in samplers})
+            session = ClientSession(record, self._clock(), {each.id: each for each in samplers})
             self._sessions[record.id] = session
             self._samplers.update((each.id, (session, each)) for each in samplers)
 
-    async def create(self, tags: list[str], metadata: dict[str, str] | None, idempotency_key: str) -> Session:
+    async def create(self, tags: list[str], metadata: dict[str, str] | None, idempotency_key: str) -> ClientSession:
         """A new session, or the one that a request with the same key has made.
 
         Raises:
@@ -65,7 +65,7 @@ class Sessions:
             return self._by_key[idempotency_key]
         if sum(not each.record.finished for each in self._sessions.values()) >= MOST_SESSIONS:
             raise ApiError(429, f"{MOST_SESSIONS} sessions are open: close clients", code="too_many_sessions")
-        session = Session(SessionRecord(str(uuid.uuid4()), tags, metadata), self._clock())
+        session = ClientSession(SessionRecord(str(uuid.uuid4()), tags, metadata), self._clock())
         self._sessions[session.record.id] = session
         if idempotency_key:
             self._by_key[idempotency_key] = session
@@ -75,7 +75,7 @@ class Sessions:
         await self._write(session)
         return session
 
-    def find(self, identifier: str, field_name: str = "session_id") -> Session:
+    def find(self, identifier: str, field_name: str = "session_id") -> ClientSession:
         """
         Raises:
             ApiError: 404, there is no such session.
@@ -85,7 +85,7 @@ class Sessions:
             raise ApiError(404, f"{field_name}: there is no such session", code="not_found", param=field_name)
         return session
 
-    def alive(self, identifier: str) -> Session:
+    def alive(self, identifier: str) -> ClientSession:
         """A session that has not ended.
 
         Raises:
@@ -97,22 +97,22 @@ class Sessions:
         session.last_sign = self._clock()
         return session
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[ClientSession]:
         """The newest first."""
         return sorted(self._sessions.values(), key=lambda each: each.record.created, reverse=True)
 
-    async def finish(self, session: Session) -> None:
+    async def finish(self, session: ClientSession) -> None:
         """Mark a session as finished."""
         if not session.record.finished:
             session.record = dataclasses.replace(session.record, finished=True)
             await self._write(session)
 
-    def expired(self) -> list[Session]:
+    def expired(self) -> list[ClientSession]:
         """Sessions whose clients have not been heard of for too long."""
         deadline = self._clock() - self._timeout
         return [each for each in self._sessions.values() if not each.record.finished and each.last_sign < deadline]
 
-    async def add_sampler(self, session: Session, sampler: SamplerRecord) -> None:
+    async def add_sampler(self, session: ClientSession, sampler: SamplerRecord) -> None:
         """Open a sampling session, or the same one once more."""
         session.samplers[sampler.id] = sampler
         self._samplers[sampler.id] = session, sampler
@@ -131,7 +131,7 @@ class Sessions:
         session.last_sign = self._clock()
         return sampler
 
-    async def _write(self, session: Session) -> None:
+    async def _write(self, session: ClientSession) -> None:
         async with session.writing:
             await asyncio.to_thread(self._store.write_session, session.record, list(session.samplers.values()))
 

@@ -32,9 +32,9 @@ from megatron_retool.tinker.requests import (
     required_text,
 )
 from megatron_retool.tinker.run_queue import Job, RunQueue
-from megatron_retool.tinker.run_store import Checkpoint, RunRecord, RunStore, SamplerRecord
+from megatron_retool.tinker.run_store import RunRecord, RunStore, SamplerRecord, StoredCheckpoint
 from megatron_retool.tinker.served_model import ServedModel
-from megatron_retool.tinker.sessions import Sessions
+from megatron_retool.tinker.sessions import ClientSessions
 from megatron_retool.tinker.trainer import Trainer
 from megatron_retool.tinker.training_run import TrainingRun
 from megatron_retool.tinker.wire import ForwardBackward, read_data, read_forward_backward, write_outputs
@@ -74,7 +74,7 @@ class Training:
         trainer: Trainer,
         store: RunStore,
         checkpoints: Checkpoints,
-        sessions: Sessions,
+        sessions: ClientSessions,
         promises: Promises,
         fatal: tuple[type[Exception], ...],
     ) -> None:
@@ -405,8 +405,10 @@ class Training:
         # Without the optimizer's state it is another state than the checkpoint's.
         await run.note(saved=str(request.path), unsaved_calls=int(not request.optimizer))
 
-    def _checkpoint(self, run: TrainingRun, kind: str, name: str, request: SaveWeights, **more: Any) -> Checkpoint:
-        return Checkpoint(
+    def _checkpoint(
+        self, run: TrainingRun, kind: str, name: str, request: SaveWeights, **more: Any
+    ) -> StoredCheckpoint:
+        return StoredCheckpoint(
             path=CheckpointPath(run.id, kind, name),
             base_model=run.record.base_model,
             lora=run.record.lora,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_retool.target_sequences import RequestRefused, TokenOutputs
-from megatron_retool.tinker.sampler import SampledTokens, SampleResult, TopTokens
+from megatron_retool.tinker.sampler import LikeliestTokens, SampledTokens, SampleResult
 from megatron_retool.tinker.wire import MASKED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -233,7 +233,9 @@ class InProcessSampler:
             stopped = tokens[-1] in ends or any(each in text for each in request.stop_strings)
         top = None
         if request.top_sampled and tops:
-            top = TopTokens(np.stack([each[1].numpy() for each in tops]), np.stack([each[0].numpy() for each in tops]))
+            top = LikeliestTokens(
+                np.stack([each[1].numpy() for each in tops]), np.stack([each[0].numpy() for each in tops])
+            )
         return SampledTokens(np.array(tokens, np.int64), np.array(log_probs, np.float32), stopped, top)
 
 
@@ -249,7 +251,7 @@ def scored(every, request):
         ids = np.concatenate([np.zeros((1, request.top_prompt), np.int64), top[1].numpy()])
         values = np.concatenate([np.full((1, request.top_prompt), MASKED, np.float32), top[0].numpy()])
         values[: request.scored_from] = MASKED
-        found["top_prompt"] = TopTokens(ids, values)
+        found["top_prompt"] = LikeliestTokens(ids, values)
     if request.targets is not None:
         ids = torch.tensor(request.targets)
         found["target_log_probs"] = torch.where(ids < 0, torch.nan, every[:-1].gather(1, ids.clamp_min(0))).numpy()

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_retool.ports import free_port
 from megatron_retool.tinker.requests import CheckpointPath, LoraSettings
-from megatron_retool.tinker.run_store import Checkpoint, RunStore
+from megatron_retool.tinker.run_store import RunStore, StoredCheckpoint
 from tests.tinker.served import NAME
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
@@ -73,9 +73,9 @@ def test_runs_go_on_from_what_they_saved(model_directory: Path, tmp_path: Path):
         client.close("success").result()
 
 
-def checkpoint(name: str, **more) -> Checkpoint:
+def checkpoint(name: str, **more) -> StoredCheckpoint:
     lora = LoraSettings(4, 1, True, True, True)
-    return Checkpoint(CheckpointPath("s:train:0", "weights", name), "base", lora, **more)
+    return StoredCheckpoint(CheckpointPath("s:train:0", "weights", name), "base", lora, **more)
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path):

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker import wire
 from megatron_retool.tinker.messages import MESSAGES
-from megatron_retool.tinker.sampler import SampledTokens, SampleResult, TopTokens
+from megatron_retool.tinker.sampler import LikeliestTokens, SampledTokens, SampleResult
 from sglang_rollout.gateway.errors import ApiError
 
 tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
@@ -151,7 +151,7 @@ def test_outputs_are_read_by_the_client_as_they_were(log_probs):
 
 
 def test_samples_are_read_by_the_client_as_they_were():
-    top = TopTokens(np.array([[1, 2], [3, 4]]), np.array([[-0.5, -1.0], [-2.0, -3.0]], np.float32))
+    top = LikeliestTokens(np.array([[1, 2], [3, 4]]), np.array([[-0.5, -1.0], [-2.0, -3.0]], np.float32))
     prompt = np.array([np.nan, -1.5], np.float32)
     targets = np.array([[-1.0, np.nan]], np.float32)
     result = SampleResult(
