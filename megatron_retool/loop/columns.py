@@ -19,7 +19,7 @@ from megatron_retool.algorithms.kl import kl_reward
 from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.algorithms.rollout_correction import rollout_correction
-from megatron_retool.config import AlgorithmConfig, Config, DataConfig, LearnerConfig, TrainerConfig
+from megatron_retool.config import AlgorithmConfig, Config, DataConfig, LearnerConfig, SamplingConfig, TrainerConfig
 from megatron_retool.config.old_log_probs import number_of_updates
 from megatron_retool.errors import OperationError
 from megatron_retool.loop.state import TrainerState
@@ -32,6 +32,7 @@ from sglang_rollout.agent.branching import shared_token_ids
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
+    from megatron_retool.cluster.learner_group import LearnerGroup
 
 _WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", "rollout_corr/staleness/")
 
@@ -54,7 +55,7 @@ async def add_log_probs(
         with timer.phase(Phase.OLD_LOG_PROB):
             batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
     else:
-        batch, metrics = await add_old_log_probs(run, batch, timer)
+        batch, metrics = await add_old_log_probs(run.learner, run.config.rollout.train, batch, timer)
     batch = await add_ref_log_probs(run, batch, trajectories, timer)
     if run.critic is not None:
         with timer.phase(Phase.VALUES):
@@ -63,11 +64,11 @@ async def add_log_probs(
 
 
 async def add_old_log_probs(
-    run: Deployment, batch: TrajectoryBatch, timer: StepTimer
+    learner: LearnerGroup, sampling: SamplingConfig, batch: TrajectoryBatch, timer: StepTimer
 ) -> tuple[TrajectoryBatch, dict[str, float]]:
     """old_log_probs and entropy by a pass of the learner, routing_flips where it replays, and the pass's metrics."""
     with timer.phase(Phase.OLD_LOG_PROB):
-        result = await run.learner.log_probs(batch, sampling=run.config.rollout.train)
+        result = await learner.log_probs(batch, sampling=sampling)
         batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
         if "routing_flips" in result:
             batch = batch.with_columns(routing_flips=result["routing_flips"])

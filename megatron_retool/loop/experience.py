@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_retool.algorithms.dynamic_sampling import GroupFilter, filter_groups
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.config import AlgorithmConfig
-from megatron_retool.data.prompts import PromptRow
+from megatron_retool.data.prompts import PromptRow, PromptSource
 from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.state import TrainerState
@@ -149,7 +149,7 @@ async def collect_groups(
     if config.rollout.replay_dir is None:
         complete = await generate_groups(run, refill, leftover, state, step, timer)
     else:
-        complete = replay_groups(run, step)
+        complete = replay_groups(Path(config.rollout.replay_dir), run.prompts, step)
         refill.start(complete)
         for group_id, group in complete.items():
             refill.decide(group_id, informative(group, config.algorithm))
@@ -273,18 +273,16 @@ async def generate_groups(
     return complete
 
 
-def replay_groups(run: Deployment, step: int) -> dict[int, list[Trajectory]]:
-    """The groups that an earlier run stored for this step, by id and in their order, instead of generating
-    (rollout.replay_dir).
+def replay_groups(folder: Path, prompts: PromptSource, step: int) -> dict[int, list[Trajectory]]:
+    """The groups that an earlier run stored in ``folder`` (rollout.replay_dir) for this step, by id and in their order.
 
     The data position moves on as if they had been generated.
 
     Raises:
         InputError: the stored prompts are not those that this step would have drawn.
     """
-    file, groups = stored_groups(Path(run.config.rollout.replay_dir or ""), step)
-    prompts = run.prompts.next_batch(len(groups))
-    for prompt, group in zip(prompts, groups.values(), strict=True):
+    file, groups = stored_groups(folder, step)
+    for prompt, group in zip(prompts.next_batch(len(groups)), groups.values(), strict=True):
         check_stored_prompt(file, prompt, group, step)
     return groups
 

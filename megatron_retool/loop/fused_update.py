@@ -74,7 +74,7 @@ async def learn_fused(
         with timer.phase(Phase.OLD_LOG_PROB):  # of no length, so that every step has the same metrics
             pass
     else:
-        part, _ = await add_old_log_probs(run, batch.select(rest), timer)
+        part, _ = await add_old_log_probs(run.learner, config.rollout.train, batch.select(rest), timer)
         _put(result, batch, rest, {name: new for name, new in part.columns.items() if name not in batch.columns})
         with timer.phase(Phase.ADVANTAGE):
             corrected, _, _ = correct_rollout(

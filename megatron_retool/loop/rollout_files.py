@@ -30,6 +30,7 @@ from megatron_retool.trajectory import (
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
     from megatron_retool.monitor.metrics import StepTimer
+    from megatron_retool.monitor.write_errors import WriteErrors
 
 
 _ENDINGS = {"trajectories": "parquet", "learner": "learner.parquet", "times": "time.json"}
@@ -59,15 +60,17 @@ def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batc
         write_estimates(batch, learner)
 
 
-def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapping[str, Sequence[float]]) -> None:
+def store_times(
+    run_dir: Path, write_errors: WriteErrors, step: int, timer: StepTimer, rank_seconds: Mapping[str, Sequence[float]]
+) -> None:
     """rollouts/step_N.time.json: when each phase of the step began and how long it took, and the ranks' own seconds.
 
     Args:
         rank_seconds: by role (learner, critic), of each rank in the step's updates.
     """
-    path = step_path(run.config.trainer.run_dir / "rollouts", step, "times")
+    path = step_path(run_dir / "rollouts", step, "times")
     result = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
-    with run.write_errors.tolerated(path):
+    with write_errors.tolerated(path):
         write_text(path, json.dumps(result))
 
 

@@ -180,7 +180,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 with timer.phase(Phase.SAVE_CHECKPOINT):
                     contents = contents_after(run, state, experience.at_checkpoint(collected)) if complete else None
                     metrics |= await checkpointer.write(step, contents, wait=last or leaving, weights=weights)
-            store_times(run, step, timer, stragglers.seconds)
+            store_times(config.trainer.run_dir, run.write_errors, step, timer, stragglers.seconds)
             # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.
             log.log(step, metrics | timer.metrics())
             await checkpointer.commit()
@@ -228,7 +228,7 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         if has_loss(batch):
             mini_batches = list(split_mini_batches(run.config, batch, step))
             actor, critic = await gather_or_cancel(
-                [update_actor(run, mini_batches, step, timer), update_critic(run, mini_batches, timer)]
+                [update_actor(run, mini_batches, step, timer), update_critic(run.critic, mini_batches, timer)]
             )
             updates = [*actor, *critic]
     if not has_loss(batch):

@@ -59,13 +59,13 @@ def loss_items(algorithm: AlgorithmConfig, mini_batch: TrajectoryBatch) -> int:
 
 
 async def update_critic(
-    run: Deployment, mini_batches: Sequence[TrajectoryBatch], timer: StepTimer
+    critic: LearnerGroup | None, mini_batches: Sequence[TrajectoryBatch], timer: StepTimer
 ) -> list[dict[str, float]]:
     """Teach the value model, where there is one."""
-    if run.critic is None:
+    if critic is None:
         return []
     with timer.phase(Phase.UPDATE_CRITIC):
-        updates = [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
+        updates = [await critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
     # The critic's loss is a mean over all sampled tokens (``critic_mini_batch``).
     return [
         update | {"critic/vf_loss": Mean(update["critic/vf_loss"], int(part.loss_mask.sum()))}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment
-from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.config import Config, SamplingConfig, TrainerConfig
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.samples import print_sample, question_of, sample_of
@@ -25,6 +25,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
+from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import rollouts_of, whole_rollouts
 from megatron_retool.trajectory import Trajectory, write_trajectories
 
@@ -70,7 +71,7 @@ async def validate(run: Deployment, step: int, log: MetricLogger | None = None) 
         print_sample(run.console, f"step {step}, validation sample {number} of {len(shown)}", sample)
     if log is not None:
         log.log_samples(step, [sample.row() for sample in shown])
-    return _metrics(run, trajectories) | difficulty_metrics(whole_rollouts(trajectories))
+    return _metrics(run.config.trainer, run.rewards, trajectories) | difficulty_metrics(whole_rollouts(trajectories))
 
 
 async def validate_quickly(run: Deployment, step: int) -> dict[str, float]:
@@ -82,7 +83,8 @@ async def validate_quickly(run: Deployment, step: int) -> dict[str, float]:
     name = f"step {step} quick validation"
     trajectories = await _sampled(run, run.validation_prompts.quick, sampling, name, Phase.QUICK_VALIDATION)
     _stored(run, trajectories, "validation_quick", step)
-    return {quick_name(metric): value for metric, value in _metrics(run, trajectories).items()}
+    metrics = _metrics(run.config.trainer, run.rewards, trajectories)
+    return {quick_name(metric): value for metric, value in metrics.items()}
 
 
 async def _sampled(
@@ -109,14 +111,14 @@ def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, st
     return texts
 
 
-def _metrics(run: Deployment, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _metrics(trainer: TrainerConfig, rewards: RewardManager, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     behaviour = rollout_metrics(trajectories)
-    own = own_metrics(run.config.trainer, trajectories)
+    own = own_metrics(trainer, trajectories)
     return {
-        **evaluation_metrics(with_all(trajectories), seed=run.config.trainer.seed),
+        **evaluation_metrics(with_all(trajectories), seed=trainer.seed),
         **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(BEHAVIOUR)},
         **{f"val-aux/{name}": value for name, value in own.items()},
-        **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
+        **{f"val-aux/{name}": value for name, value in rewards.take_metrics("validation").items()},
     }
 
 

@@ -46,8 +46,8 @@ def test_replayed_steps_have_the_experts_that_the_engine_chose(tmp_path):
     run = run_of(config, Console(quiet=True), 1)
     store_step(run, 1, rows, TrajectoryBatch.from_trajectories(rows[1:]))
     prompts = [SimpleNamespace(prompt_ids=row.prompt_ids) for row in (rows[0], rows[2])]
-    run.prompts = SimpleNamespace(next_batch=lambda count: prompts[:count])
-    replayed = [row for group in replay_groups(run, 1).values() for row in group]
+    source = SimpleNamespace(next_batch=lambda count: prompts[:count])
+    replayed = [row for group in replay_groups(tmp_path / "first" / "rollouts", source, 1).values() for row in group]
     for name in ("rows", "starts"):
         before, after = (TrajectoryBatch.from_trajectories(step).routed_experts for step in (rows, replayed))
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
