@@ -26,8 +26,8 @@ def filter_exactly(
     from sglang.srt.layers import sampler as sglang_sampler
 
     # SGLang writes probabilities over its logits.
-    logits = logits_output.next_token_logits / sampling_info.temperatures
-    ordered, tokens = operators.probabilities(logits).sort(dim=-1, descending=True, stable=True)
+    scaled = logits_output.next_token_logits / sampling_info.temperatures
+    ordered, tokens = operators.probabilities(scaled).sort(dim=-1, descending=True, stable=True)
     settings = (each.unsqueeze(-1) for each in (sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps))
     kept = kept_in_order(ordered, *settings)
     weights = ordered.masked_fill(~kept, 0.0)
@@ -54,7 +54,7 @@ def filter_exactly(
     rows = sampling_info.sampling_mask_batch_indices
     if rows is not None:
         left = torch.zeros_like(kept).scatter(1, tokens, kept)[rows]
-        log_probs = log_softmax(logits[rows].masked_fill(~left, -torch.inf))
+        log_probs = log_softmax(scaled[rows].masked_fill(~left, -torch.inf))
         chosen = log_probs.gather(1, ids[rows].long().view(-1, 1)).view(-1)
         logits_output.sampling_mask_output.selected_logprobs = chosen
     return ids  # type: ignore[no-any-return]
