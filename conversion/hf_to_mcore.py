@@ -50,13 +50,7 @@ from conversion.files.hf_checkpoint import HFCheckpoint, Mxfp4Stack, StoredTenso
 from conversion.files.predictors import of_model
 from conversion.files.quantized_checkpoint import FULL_PRECISION, QuantizedCheckpoint, open_source
 from conversion.files.safetensors_headers import HFCheckpointError
-from conversion.files.workers import (
-    counted,
-    default_workers,
-    even_ranges,
-    progress_bar,
-    run_jobs,
-)
+from conversion.files.workers import counted, default_workers, even_ranges, progress_bar, run_jobs
 from conversion.model.architecture import Architecture
 from conversion.model.layout import LayoutError, cuts
 from conversion.model.low_precision import DECLARED_BESIDE

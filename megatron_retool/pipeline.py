@@ -28,14 +28,7 @@ from megatron_retool.errors import OperationError
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
-from megatron_retool.runs.demo_base import (
-    STATE_FILE,
-    DemoBase,
-    base_settings,
-    difference,
-    find_base,
-    read_state,
-)
+from megatron_retool.runs.demo_base import STATE_FILE, DemoBase, base_settings, difference, find_base, read_state
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics

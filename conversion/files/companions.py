@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conversion.files.checksums import COMPLETE_NAME
-from conversion.files.safetensors_headers import (
-    HFCheckpointError,
-)
+from conversion.files.safetensors_headers import HFCheckpointError
 
 WEIGHT_SUFFIXES = (
     ".safetensors",

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.cluster.learner_failures import (
-    DEATHS,
-    LearnerDied,
-    Severity,
-    failures,
-    in_one_line,
-    severity,
-)
+from megatron_retool.cluster.learner_failures import DEATHS, LearnerDied, Severity, failures, in_one_line, severity
 from megatron_retool.cluster.learner_worker import FloatArray, LearnerWorker
 from megatron_retool.cluster.nsight import nsight_environment
 from megatron_retool.cluster.placement import Placement

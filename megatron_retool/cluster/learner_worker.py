@@ -15,9 +15,7 @@ from ray.exceptions import ObjectLostError
 
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
-from megatron_retool.cluster.learner_failures import (
-    OutOfStep,
-)
+from megatron_retool.cluster.learner_failures import OutOfStep
 from megatron_retool.cluster.placement import BROADCASTS
 from megatron_retool.cluster.routed_rows import with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output

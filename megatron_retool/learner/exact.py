@@ -24,12 +24,7 @@ from conversion.model.rotary import inverse_frequencies
 from megatron_retool.exact import operators
 from megatron_retool.exact.coverage import OPERATORS, check_operators
 from megatron_retool.learner import exact_gradients
-from megatron_retool.learner.attention import (
-    LocalPackedSequences,
-    PackedAttention,
-    RMSNorm,
-    SwiGLUMLP,
-)
+from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm, SwiGLUMLP
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm

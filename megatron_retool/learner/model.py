@@ -25,10 +25,7 @@ from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.errors import InputError
 from megatron_retool.learner import parallel
-from megatron_retool.learner.attention import (
-    LocalPackedSequences,
-    RotaryTable,
-)
+from megatron_retool.learner.attention import LocalPackedSequences, RotaryTable
 from megatron_retool.learner.expert_groups import place_group_choice
 from megatron_retool.learner.log_probs import head_hidden_states, token_scores
 from megatron_retool.learner.micro_batch import MicroBatch

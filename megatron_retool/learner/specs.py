@@ -33,11 +33,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from conversion.model.rotary import softmax_scale
 from megatron_retool.config import LearnerConfig
-from megatron_retool.learner.attention import (
-    PackedAttention,
-    RMSNorm,
-    SwiGLUMLP,
-)
+from megatron_retool.learner.attention import PackedAttention, RMSNorm, SwiGLUMLP
 from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention

@@ -12,15 +12,10 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, mlp_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.dynamic_context import ranks_needed
-from megatron_retool.config import (
-    LearnerConfig,
-)
+from megatron_retool.config import LearnerConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES, block_layers
 from megatron_retool.planning.hardware import Machines
-from megatron_retool.planning.memory import (
-    adapters_of,
-    trained_parameters,
-)
+from megatron_retool.planning.memory import adapters_of, trained_parameters
 from megatron_retool.planning.workload import Workload
 
 

@@ -78,7 +78,7 @@ def test_frequencies_of_an_engines_sampler_match():
 
 @given(st.integers(0, 1000), st.floats(0.05, 0.99))
 def test_mass_is_the_same_in_any_order_of_addition(seed, top_p):
-    """Of the same probabilities in float32 and float64, with others beside them and without."""
+    """float32 and float64 keep the same tokens, and so does a row by itself or with more tokens behind it."""
     z = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(seed))
     probabilities, config = z.softmax(-1), SamplingConfig(top_p=top_p)
     kept = kept_of_probabilities(probabilities, config)
