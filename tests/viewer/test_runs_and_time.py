@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from megatron_retool.loop.rollout_files import store_times
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs import environment
 from megatron_retool.viewer.curves import curves_page
 from megatron_retool.viewer.runs_table import run_page, runs_page
@@ -119,11 +119,7 @@ def test_phases_begin_and_ranks_last_as_the_loop_stored_it(tmp_path):
     run_dir = make_run(tmp_path / "run")
     timer = StepTimer()
     timer.spans += [(Phase.GENERATION, 0.5, 2.0), (Phase.STEP, 0.25, 4.0)]
-    run = SimpleNamespace(
-        config=SimpleNamespace(trainer=SimpleNamespace(run_dir=run_dir)),
-        write_errors=SimpleNamespace(tolerated=lambda path: nullcontext()),
-    )
-    store_times(run, 2, timer, {"learner": [1.0, 1.5], "critic": []})
+    store_times(run_dir, WriteErrors(Console()), 2, timer, {"learner": [1.0, 1.5], "critic": []})
     found = step_time_page(run_dir, 2)
     assert found["spans"] == [
         {"name": "gen", "start": 0.5, "seconds": 2.0},
