@@ -38,7 +38,7 @@ class TransformersTrainer:
     def __init__(self, shape: dict[str, Any]) -> None:
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-        self.model = Qwen2ForCausalLM(Qwen2Config(**shape, attn_implementation="sdpa")).float().train()
+        self.model = Qwen2ForCausalLM(Qwen2Config(**shape | {"attn_implementation": "sdpa"})).float().train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self, batch: TrajectoryBatch) -> None:

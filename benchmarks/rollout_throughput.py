@@ -67,10 +67,10 @@ class Recorder:
             recorder.requests[(request.seed or 0,)].append((list(request.input_ids), len(result.output_ids)))
             return result
 
-        SGLangClient.generate = generate  # type: ignore[method-assign]
+        SGLangClient.generate = generate
 
     def remove(self) -> None:
-        SGLangClient.generate = self._generate  # type: ignore[method-assign]
+        SGLangClient.generate = self._generate
 
 
 async def replay(url: str, chains: list[list[tuple[list[int], int]]]) -> int:

@@ -181,7 +181,7 @@ def main() -> None:
     with ExitStack() as stack:
         stack.enter_context(scratch_directory())
         stack.enter_context(ray_runtime(load_config(None, []).cluster))
-        ranks = [ray.remote(Reader).remote(rank) for rank in range(RANKS)]
+        ranks: list[Any] = [ray.remote(Reader).remote(rank) for rank in range(RANKS)]
         ray.get([rank.read.remote(with_own_rows(batch.select([0]))) for rank in ranks])  # they have started
         plain, plain_seconds, expected = run_step(batch, arguments.mini_batches, ranks, with_own_rows)
         store = RowStore()

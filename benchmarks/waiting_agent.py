@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_rollout.agent.agents import AgentSetup
-from sglang_rollout.agent.loop import AgentLoop, TrajectoryState
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
 
 
 class WaitingAgent(AgentLoop):

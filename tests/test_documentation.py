@@ -95,7 +95,7 @@ def settings() -> dict[str, tuple[str, ...] | None]:
             found[prefix + item.name] = item.metadata.get("choices")
             for inner in (hints[item.name], *typing.get_args(hints[item.name])):
                 if dataclasses.is_dataclass(inner):
-                    add(inner, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+                    add(inner, f"{prefix}{item.name}.")
 
     add(Config, "")
     return found

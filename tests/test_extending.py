@@ -35,7 +35,7 @@ from tests.extending_page import PAGE, snippets, write_snippets
 from tests.sglang_rollout.agent import markov_policy
 from tests.tools.search.conftest import Service
 from tools.registry import ToolRegistry
-from tools.tool import TrajectoryInfo
+from tools.tool import ToolResult, TrajectoryInfo
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_prompts_choose_and_furnish_their_tools(outside: Path) -> None:
     assert tools.names == ["code_interpreter", "notes", "dictionary"]
     (row, *_) = PromptSource(config.data, markov_policy.build_tokenizer(), tools, seed=0).next_batch(1)
 
-    async def scenario() -> list[object]:
+    async def scenario() -> list[ToolResult]:
         opened = await tools.open(TrajectoryInfo(row.group_id, 0, row.extra_info))
         answers = [await opened.call("notes", {"text": "x"}), await opened.call("dictionary", {"term": "x"})]
         everything = await tools.open(TrajectoryInfo(1, 0))

@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch  # noqa: F401 (importing it starts a program, which FakeCommands would take for a stage)
 from rich.console import Console
 
-from megatron_retool import interruption, pipeline
+from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, LoraConfig, load_config
 from megatron_retool.pipeline import Stages, run_pipeline, run_training
 from megatron_retool.reports.summary import Summary
@@ -116,7 +117,7 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
     config_file = tmp_path / "config.yaml"
     config_file.write_text(f"demo: {{enable: true}}\ntrainer: {{runs_dir: {tmp_path}, experiment_name: e}}\n")
     commands = FakeCommands(tmp_path / "e")
-    monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
+    monkeypatch.setattr(subprocess, "Popen", commands.start)
     monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: RunReport(Path("report"), []))
 
     def run(total_steps):
@@ -154,7 +155,7 @@ def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
             trained.append(config)
             return commands.train(config)
 
-        monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
+        monkeypatch.setattr(subprocess, "Popen", commands.start)
         config = load_config(config_file, overrides)
         assert run_pipeline(config, str(config_file), overrides, Console(quiet=True), train, LeaveRequest()) == 0
         return commands.ran, trained[0]
@@ -185,7 +186,7 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(Summary, "print", lambda *_: made.append("summary"))
     for name, wanted in (("all", "[export,report,summary]"), ("none", "[]"), ("report", "[report]")):
         commands = FakeCommands(tmp_path / name)
-        monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
+        monkeypatch.setattr(subprocess, "Popen", commands.start)
         config = load_config(
             None,
             [f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name={name}", f"trainer.at_end={wanted}",

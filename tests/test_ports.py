@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
         taken.bind(("127.0.0.1", 0))
         free = ports.free_port("127.0.0.1")
         offered = iter([taken.getsockname()[1], free])
-        monkeypatch.setattr(ports.random.SystemRandom, "randrange", lambda *_: next(offered))
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(offered))
         assert ports.free_port("127.0.0.1") == free
 
 

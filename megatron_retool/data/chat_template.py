@@ -32,7 +32,15 @@ CHATML_END = "<|im_end|>"
 
 
 class ChatTemplateError(InputError):
-    """A conversation cannot be rendered, or the assistant's part of the rendered text cannot be told apart."""
+    """A conversation cannot be rendered, or the assistant's part of the rendered text cannot be told apart.
+
+    Attributes:
+        row: the conversation's place among those that were given; None where no single one is at fault.
+    """
+
+    def __init__(self, message: str, row: int | None = None) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,7 @@ class ConversationTokenizer:
 
         Raises:
             ChatTemplateError: a conversation has no assistant turn or starts with one, the template refuses it, or
-                its assistant turns cannot be told apart. ``error.row`` is its place in ``conversations``.
+                its assistant turns cannot be told apart. its ``row`` is the place in ``conversations``.
         """
         pieces = self._split(conversations, tools)
         flat = [piece for conversation in pieces for piece in conversation]
@@ -255,9 +263,11 @@ class ConversationTokenizer:
         for row, messages in enumerate(conversations):
             places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
             if not places:
-                raise _at(row, "no assistant message: there is nothing to learn from it")
+                raise ChatTemplateError("no assistant message: there is nothing to learn from it", row)
             if places[0] == 0:
-                raise _at(row, "it starts with an assistant message: a user, system or tool message has to come first")
+                raise ChatTemplateError(
+                    "it starts with an assistant message: a user, system or tool message has to come first", row
+                )
             before += [messages[:place] for place in places]
             through += [messages[: place + 1] for place in places]
             counts.append(len(places))
@@ -286,16 +296,16 @@ class ConversationTokenizer:
                 try:
                     render(self.tokenizer, prefixes[start : start + count], tools, add_generation_prompt)
                 except ChatTemplateError as error:
-                    raise _at(row, str(error)) from error
+                    raise ChatTemplateError(str(error), row) from error
                 start += count
             raise
 
     def _split_by_marks(self, row: int, messages: Sequence[Message], count: int, tools: Tools) -> list[_Piece]:
         if not self._is_chatml:
-            raise _at(
-                row,
+            raise ChatTemplateError(
                 "the chat template rewrites earlier turns and is not ChatML, so the assistant's tokens cannot be told "
                 "apart: use a template that only appends",
+                row,
             )
         text = render(self.tokenizer, [messages], tools)[0]
         pieces = []
@@ -304,13 +314,15 @@ class ConversationTokenizer:
             header = text.find(CHATML_HEADER, position)
             end = text.find(CHATML_END, header + len(CHATML_HEADER)) if header >= 0 else -1
             if end < 0:
-                raise _at(row, f"{count} assistant messages, but the rendered text shows only {turn} of them")
+                raise ChatTemplateError(
+                    f"{count} assistant messages, but the rendered text shows only {turn} of them", row
+                )
             start, end = header + len(CHATML_HEADER), end + len(CHATML_END)
             pieces += [_Piece(text[position:start], -1), _Piece(text[start:end], turn)]
             position = end
         if text.find(CHATML_HEADER, position) >= 0:
-            raise _at(
-                row, f"{count} assistant messages, but the rendered text shows more: some message holds ChatML's marks"
+            raise ChatTemplateError(
+                f"{count} assistant messages, but the rendered text shows more: some message holds ChatML's marks", row
             )
         return pieces
 
@@ -326,9 +338,3 @@ def _split_by_prefixes(before: Sequence[str], through: Sequence[str]) -> list[_P
         pieces += [_Piece(last[position : len(asked)], -1), _Piece(answered[len(asked) :], turn)]
         position = len(answered)
     return pieces
-
-
-def _at(row: int, message: str) -> ChatTemplateError:
-    error = ChatTemplateError(message)
-    error.row = row  # type: ignore[attr-defined]
-    return error

@@ -243,8 +243,7 @@ def encode_rows(
             try:
                 encoded.update(zip(part, encoder.encode_batch([messages[row] for row in part], tools), strict=True))
             except ChatTemplateError as error:
-                place = getattr(error, "row", None)
-                where = "" if place is None else f", row {part[place]}"
+                where = "" if error.row is None else f", row {part[error.row]}"
                 raise DataError(f"{path}{where}, column {column!r}: {error}") from error
     return [encoded[row] for row in range(len(messages))]
 

@@ -108,7 +108,8 @@ def test_loss_and_gradient_equal_the_padded_formula(config, aggregation):
         data["advantages"] = torch.linspace(-1, 1, 5, dtype=torch.float64)[data["sequence_ids"]]
         data["importance_weights"] = torch.ones_like(data["advantages"])
         loss, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights_of(data, aggregation)), config.objective)
-    expected = aggregate(*padded_policy_term(config, data), aggregation)
+    terms, mask = padded_policy_term(config, data)
+    expected = aggregate(terms, mask, aggregation)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
     (gradient,) = torch.autograd.grad(loss, data["log_probs"])
     (expected_gradient,) = torch.autograd.grad(expected, data["log_probs"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def test_an_engine_on_two_nodes_computes_takes_weights_and_comes_back(nodes: Clu
                     for parameter in model.parameters():
                         parameter.mul_(1.1)
                 changed = replace(config, weight_sync=replace(config.weight_sync, method=method))
-                with make_weight_sync(changed, group.urls) as sync:
+                with closing(make_weight_sync(changed, group.urls)) as sync:
                     await asyncio.to_thread(sync.push, [list(model.state_dict().items())], version)
                 torch.testing.assert_close(torch.tensor(await scored()), expected(), atol=1e-4, rtol=0)
             other = group._workers[0][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -110,7 +111,7 @@ def test_abort_ends_the_block_with_the_reason(tmp_path: Path) -> None:
 def test_a_cancellation_from_outside_stays_one(tmp_path: Path) -> None:
     async def cancelled() -> None:
         async with watchdog(tmp_path, Console(quiet=True), "abort"):
-            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            asyncio.current_task().cancel()
             await asyncio.sleep(1)
 
     with pytest.raises(asyncio.CancelledError):
@@ -120,7 +121,7 @@ def test_a_cancellation_from_outside_stays_one(tmp_path: Path) -> None:
 def test_a_driver_that_cannot_be_cancelled_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(hang_watchdog, "ABORT_GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(hang_watchdog.os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
 
     async def blocked() -> None:
         async with watchdog(tmp_path, Console(quiet=True), "abort") as dog:

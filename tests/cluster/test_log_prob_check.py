@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ class ScoringEngines:
 def weights_of(engines: ScoringEngines, *overrides: str) -> tuple[EngineWeights, ScoringLearner, Console]:
     console, learner = Console(record=True, width=2000), ScoringLearner()
     fakes: Any = FakeEngines()
-    check = LogProbCheck(load_config(None, list(overrides)), Bytes(), engines.client, console)  # type: ignore[arg-type]
+    check = LogProbCheck(load_config(None, list(overrides)), Bytes(), engines.client, console)
 
     async def replaced(url: str, new_url: str) -> None: ...
 
@@ -216,7 +216,7 @@ def test_on_shared_gpus_the_learner_scores_before_it_leaves_and_the_engines_when
         events.append("learner scores")
         return await ScoringLearner.log_probs(learner, batch, **options)
 
-    learner.log_probs = log_probs  # type: ignore[method-assign]
+    learner.log_probs = log_probs
     score = engines.client
 
     def client(url: str) -> Any:
@@ -225,7 +225,7 @@ def test_on_shared_gpus_the_learner_scores_before_it_leaves_and_the_engines_when
 
     assert weights._check is not None
     weights._check._client = client
-    weights._gpu_phases = GpuPhases(True, lambda: [Model()], lambda: ["http://e0"], lambda url: Client())  # type: ignore[arg-type, return-value, list-item]
+    weights._gpu_phases = GpuPhases(True, lambda: [Model()], lambda: ["http://e0"], lambda url: cast(Any, Client()))
     asyncio.run(weights.sync(0))
     told = [event for event in events if "scores" in event or event in ("reload weights", "wake kv_cache")]
     assert told == ["reload weights", "learner scores", "wake kv_cache", "engine scores", "engine scores"]

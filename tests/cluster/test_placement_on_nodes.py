@@ -46,9 +46,9 @@ def test_every_node_has_a_sandbox_that_the_table_shows() -> None:
     for node in (0, 1):
         options = placement.sandbox_options(node)
         assert options["scheduling_strategy"].node_id == placement.node_ids[node] and not options["num_gpus"]
-    output = Console(file=io.StringIO())
-    output.print(placement.table())
-    rows = [line.split() for line in output.file.getvalue().splitlines() if "sandbox" in line]
+    output = io.StringIO()
+    Console(file=output).print(placement.table())
+    rows = [line.split() for line in output.getvalue().splitlines() if "sandbox" in line]
     assert [(row[3], row[5]) for row in rows] == [("0", "0"), ("1", "1")]
 
 

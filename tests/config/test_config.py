@@ -178,7 +178,7 @@ def test_unknown_key_inside_a_list_of_sections(tmp_path):
 def test_frozen_after_parsing():
     config = load_config(None)
     with pytest.raises(FrozenInstanceError):
-        config.trainer.seed = 1  # type: ignore[misc]
+        config.trainer.seed = 1
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,13 @@ from megatron_retool.algorithms.settings import BUILT_IN, READ_BY
 from megatron_retool.config import AlgorithmConfig, ConfigError, load_config
 from megatron_retool.config.readers import READERS
 from megatron_retool.config.tree import default_values
+from megatron_retool.registry import Registry
 
-REGISTRIES = {"advantage": advantage_estimators, "policy_loss": policy_losses, "kl_estimator": kl_estimators}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "advantage": advantage_estimators,
+    "policy_loss": policy_losses,
+    "kl_estimator": kl_estimators,
+}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from conversion.files import checksums, spans
 from conversion.files.checksums import DamagedError, find_faults, has_checksums, read_marker
 from conversion.files.companions import copy_companions
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
-from conversion.files.hf_checkpoint import HFCheckpointError
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.files.workers import even_ranges
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export

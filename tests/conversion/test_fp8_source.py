@@ -16,8 +16,8 @@ from torch import Tensor
 
 from conversion import verify
 from conversion.files.companions import copy_companions
-from conversion.files.hf_checkpoint import HFCheckpointError
 from conversion.files.quantized_checkpoint import open_source
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError
+from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture

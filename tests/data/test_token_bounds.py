@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_retool.data import prompts as prompts_module
+from megatron_retool.data.chat_template import tokenize
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.data.token_bounds import TokenBound
@@ -79,9 +81,7 @@ def test_enormous_prompts_are_overlong_without_being_tokenised(tmp_path, tokeniz
         lengths.extend(map(len, texts))
         return real(tokenizer, texts)
 
-    import megatron_retool.data.prompts as prompts_module
-
-    real = prompts_module.tokenize
+    real = tokenize
     monkeypatch.setattr(prompts_module, "tokenize", counting)
     path = write(tmp_path / "p.parquet", [verl_row("first"), verl_row("word " * 2_000_000), verl_row("last")])
     source = PromptSource(data_config(path, max_prompt_length=1000, shuffle=False), tokenizer, TOOLBOX, seed=0)

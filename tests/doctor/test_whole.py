@@ -49,16 +49,16 @@ def test_every_step_that_a_cpu_host_allows_passes(tmp_path):
 def test_the_exit_status_tells_of_a_failure_and_the_report_is_there(tmp_path, monkeypatch):
     """A GPU that is asked for and not there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    console = Console(file=io.StringIO(), width=200)
+    output = io.StringIO()
     asked = ["driver", "kernels_torch"]
-    assert examine(1, asked, tmp_path / "d.json", tmp_path / "kept", console) == 1
-    text = console.file.getvalue()
+    assert examine(1, asked, tmp_path / "d.json", tmp_path / "kept", Console(file=output, width=200)) == 1
+    text = output.getvalue()
     assert "GPUs of torch: 0 (at least 1)" in text and "cure: nvidia-smi has to work" in text
     found = json.loads((tmp_path / "d.json").read_text())
     assert [step["verdict"] for step in found["steps"]] == ["fail", "pass"] and found["verdict"] == "fail"
     assert (tmp_path / "kept" / "driver.log").exists()
     with pytest.raises(FileExistsError, match="--keep"):
-        examine(1, asked, tmp_path / "d.json", tmp_path / "kept", console)
+        examine(1, asked, tmp_path / "d.json", tmp_path / "kept", Console())
 
 
 def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):

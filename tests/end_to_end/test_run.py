@@ -168,8 +168,8 @@ def test_a_second_run_that_is_killed_in_between_is_the_first_one_bit_by_bit(demo
             for column in ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "weight_versions"):
                 assert np.array_equal(getattr(one, column), getattr(other, column)), (step, column)
             assert (one.reward, one.finish_reason) == (other.reward, other.finish_reason)
-    here, there = (load_file(each / "export" / "model.safetensors") for each in (run_dir, demo_run.run_dir))
-    assert here.keys() == there.keys() and all(np.array_equal(here[name], there[name]) for name in here)
+    ours, theirs = (load_file(each / "export" / "model.safetensors") for each in (run_dir, demo_run.run_dir))
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def learnt(row: dict[str, float]) -> dict[str, float]:

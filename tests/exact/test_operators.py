@@ -187,7 +187,7 @@ def test_delta_rule(
     softplus = torch.nn.functional.softplus((steps.float() + bias.float()).double(), threshold=100.0)
     torch.testing.assert_close(log_decays.double(), -factors.double().exp() * softplus, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(betas.double(), logits.double().sigmoid(), rtol=1e-6, atol=1e-8)
-    rows = [query, key, value, log_decays, betas]
+    rows = (query, key, value, log_decays, betas)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     kept = torch.zeros(texts, heads[1], sizes[1], sizes[0])
     whole = operators.delta_rule(*rows, kept, torch.arange(texts), starts)
@@ -195,9 +195,8 @@ def test_delta_rule(
     slots, cached = torch.arange(texts).flip(0), torch.zeros(texts + 1, *kept.shape[1:])
     for text, slot in enumerate(slots):
         for token in range(starts[text], starts[text + 1]):
-            one = operators.delta_rule(
-                *(each[token : token + 1] for each in rows), cached, slot.view(1), torch.tensor([0, 1])
-            )
+            query, key, value, log_decays, betas = (each[token : token + 1] for each in rows)
+            one = operators.delta_rule(query, key, value, log_decays, betas, cached, slot.view(1), torch.tensor([0, 1]))
             assert torch.equal(one, whole[token : token + 1])
     assert torch.equal(cached[slots], kept)
 

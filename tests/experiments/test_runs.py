@@ -12,7 +12,8 @@ from rich.console import Console
 from experiments.mismatch import collapse_search_dense, experiment, ppo_and_arpo, results, runs, where_it_lives
 from experiments.mismatch.arms import Arm, Experiment
 from experiments.mismatch.runs import Run
-from megatron_retool.config import ConfigError, load_config
+from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.pipeline import Stages
 from megatron_retool.trajectory import FinishReason, Trajectory, write_trajectories
 
 BASE_PARTS = ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore")
@@ -68,7 +69,7 @@ class Commands:
     """Stands in for the commands of megatron_retool: notes them, and leaves what they would leave."""
 
     def __init__(self, monkeypatch, fail: str = "") -> None:
-        self.calls: list[tuple[str, object, dict[str, str]]] = []
+        self.calls: list[tuple[str, Config, dict[str, str]]] = []
         self._fail = fail
         monkeypatch.setattr(runs, "call_command", self)
         monkeypatch.setattr(experiment, "write_mismatch_report", lambda run_dir: None)
@@ -220,7 +221,7 @@ def test_the_quick_forms_base_is_made_of_less(chosen, tmp_path, monkeypatch):
         make_base(config.trainer.run_dir, variant=config.demo.variant)
 
     monkeypatch.setattr(runs, "fine_tune", fine_tune)
-    monkeypatch.setattr(runs.Stages, "run", lambda *_, **__: None)
+    monkeypatch.setattr(Stages, "run", lambda *_, **__: None)
     base = runs.make_base(tmp_path, chosen, True, Console())
     config, whole = made["config"], load_config(chosen.config)
     assert base.sft_hf == config.trainer.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows

@@ -112,7 +112,7 @@ def install(capability: tuple[int, int], cache: Path) -> None:
     scheduler.has_triton = lambda *_: True
     async_compile.AsyncCompile.triton = _compile_source
     triton_helpers.set_driver_to_gpu = lambda: None
-    torch.compile = functools.partial(torch.compile, backend=_lower_graph)  # type: ignore[assignment]
+    torch.compile = functools.partial(torch.compile, backend=_lower_graph)
     flex_attention._validate_device = lambda *_: None  # which refuses to be differentiated on a CPU
 
 

@@ -59,7 +59,8 @@ def install_exact() -> None:
     module = types.ModuleType("megatron_retool.exact.gpu_kernels")
     for name in EXACT:
         setattr(module, name, launched(name))
-    sys.modules[module.__name__] = sys.modules["megatron_retool.exact"].gpu_kernels = module
+    sys.modules[module.__name__] = module
+    sys.modules["megatron_retool.exact"].__dict__["gpu_kernels"] = module
 
 
 EXACT = (

@@ -485,9 +485,9 @@ def install(capability: tuple[int, int] = HOPPER) -> None:
     _capability = capability
     _constructors = frozenset(_device_constructors()) - {torch.device}
     _answer_for_cuda()
-    torch.UntypedStorage.device = property(lambda self: getattr(self, "label", None) or HOST)  # type: ignore
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
-    torch.compile = _compile  # type: ignore[assignment]
+    torch.UntypedStorage.device = property(lambda self: getattr(self, "label", None) or HOST)
+    Tensor.record_stream = lambda self, stream: None
+    torch.compile = _compile
     _stay_active_in_backward()
     _exchange_on_gloo()
 

@@ -186,7 +186,7 @@ def test_tokens_per_expert(compile_for: Compile) -> None:
 def _start_with_engine(triton_cache: Path) -> None:
     kernels.install(kernels.FOLDER)
     device_compiler.compile_launches(HOPPER, triton_cache)
-    Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]  # which its checks ask for
+    Tensor.is_cuda = property(lambda tensor: True)  # which its checks ask for
 
 
 def _sort_tokens(experts: int, hidden: int, padded_for_fp8: bool) -> list[Kernel]:

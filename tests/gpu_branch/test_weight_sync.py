@@ -57,7 +57,7 @@ def _push(directory: Path, urls: list[str], key: str, handles: Path) -> dict[str
             verified.append(sync.push(buckets, version).verified_tensors)
         if rank == 0:
             pickled, same = way._pickled, dict[int, str]()
-            way._pickled = lambda value: same.setdefault(id(value), pickled(value))  # type: ignore[assignment]
+            way._pickled = lambda value: same.setdefault(id(value), pickled(value))
             try:
                 sync.push([list(weights.items())], 3)
             except WeightSyncError as error:

@@ -21,5 +21,5 @@ def gradients_at_next_step(learner: Learner) -> dict[str, Tensor]:
             found.update(gradients_by_hf_name(learner.model_chunks, learner.architecture))
         return step()
 
-    learner._step = step_after_a_look  # type: ignore[method-assign]
+    learner._step = step_after_a_look
     return found

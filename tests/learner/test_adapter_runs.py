@@ -385,7 +385,7 @@ def _refusals(directory: Path) -> dict[str, str]:
         _runs(_half(_learner(1, {}, directory / "qwen3")))
     with pytest.raises(ConfigError) as none:
         _runs(_learner(1, {}, directory / "qwen3", rank=0))
-    return {**said, "float16": str(wrong.value), "all weights": str(none.value), "next": found}  # type: ignore[dict-item]
+    return {**said, "float16": str(wrong.value), "all weights": str(none.value), "next": found}
 
 
 def test_what_is_no_file_of_the_run_is_refused_by_name_and_changes_nothing(saved: dict[str, Any], models: Path) -> None:

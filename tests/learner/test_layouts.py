@@ -1,6 +1,7 @@
 """What tests/admission leaves out, critic and losses over whole sequences, is the same in every layout."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.learner import tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, eps=1e-6)
-LAYOUTS = {
+LAYOUTS: dict[int, dict[str, Any]] = {
     1: {"one": {}},
     2: {
         "data": {},

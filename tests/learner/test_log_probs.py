@@ -49,7 +49,7 @@ def test_values_and_gradients_equal_the_plain_way(
     hidden, weight, targets = _inputs(tokens, vocabulary, vocabulary + padding)
     upstream = torch.randn(2, tokens, generator=torch.Generator().manual_seed(1))
 
-    def gradients(log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
         loss = (log_probs * upstream[0]).sum()
         if entropy_gradient:
             loss = loss + (entropy * upstream[1]).sum()

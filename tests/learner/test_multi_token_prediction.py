@@ -4,6 +4,7 @@ only observe."""
 import importlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ PREDICTORS = 2
 FACTOR = 0.3
 PIPELINE = {"pipeline_model_parallel_size": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-LAYOUTS = {
+LAYOUTS: dict[int, dict[str, Any]] = {
     1: {
         "mimo, one": {},
         "mimo, unpacked, recompute": {
@@ -404,7 +405,7 @@ def found(models, tmp_path_factory):
 def expected(found, models):
     batch = random_batch(LENGTHS)
     return {
-        family: {observes: reference(*model, batch, observes) for observes in (True, False)}
+        family: {observes: reference(model[0], model[1], batch, observes) for observes in (True, False)}
         for family, model in models[1].items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_fp8_copies_of_weights_leave_with_them(model_dir: Path) -> None:
 
 def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
-    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: range(24))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(24))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 3

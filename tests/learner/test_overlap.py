@@ -1,5 +1,7 @@
 """Communication that overlaps with computing changes nothing: gradients and weights, several updates, every layout."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ P2P = {"overlap_p2p_comm": True}
 INTERLEAVED = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}
 SPARSE = {"expert_model_parallel_size": 2}
 # processes -> name -> model, layout, dtype, what overlaps
-CASES = {
+CASES: dict[int, dict[str, Any]] = {
     2: {
         "data": ("qwen2", {}, "float32", BOTH),
         "data, all-reduce": ("qwen2", {"use_distributed_optimizer": False}, "float32", GRADIENTS),

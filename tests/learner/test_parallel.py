@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state, tensor_parallel
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.admission.ranks import run_ranks
@@ -86,13 +87,13 @@ def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatc
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: called.append(name))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
-    monkeypatch.setattr(parallel.parallel_state, "model_parallel_is_initialized", lambda: False)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
     monkeypatch.setattr(
-        parallel.parallel_state, "initialize_model_parallel", lambda **_: called.append("initialize_model_parallel")
+        parallel_state, "initialize_model_parallel", lambda **_: called.append("initialize_model_parallel")
     )
-    monkeypatch.setattr(parallel.parallel_state, "get_context_parallel_group", lambda: None)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: None)
     monkeypatch.setattr(parallel, "_context_groups", {})
-    monkeypatch.setattr(parallel.tensor_parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
+    monkeypatch.setattr(tensor_parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
     parallel.initialize(layout, torch.device("cuda", 0), seed=0)
     assert [name for name in called if name != "is_initialized"] == [
         "init_process_group",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig
-from megatron_retool.learner import cpu, performance
+from megatron_retool.learner import cpu
 from megatron_retool.learner.performance import (
     check_performance,
     data_parallel_options,
@@ -69,7 +70,7 @@ def test_refused_by_model_or_machine(
 
 
 def test_accepted_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(performance.importlib.util, "find_spec", lambda name: name == "deep_ep")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "deep_ep")
     check(FLEX | {"expert_model_parallel_size": 2, "moe_permute_fusion": True, "moe_router_fusion": True}, AWARE)
     check({"cpu_offloading_num_layers": 7})
     check({}, model=DENSE, machine=CPU)

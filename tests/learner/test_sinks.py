@@ -19,15 +19,20 @@ def expected(query: Any, key: Any, value: Any, sinks: Any, visible: torch.Tensor
 
     module: Any = SimpleNamespace(num_key_value_groups=HEADS // GROUPS, sinks=sinks, training=False)
     hidden = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-    out, _ = eager_attention_forward(module, *(x.transpose(1, 2) for x in (query, key, value)), hidden, SCALE)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = eager_attention_forward(module, query, key, value, hidden, SCALE)
     return out
 
 
-def inputs(length: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(length: int, keys: int, dtype: torch.dtype) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     shapes = [(BATCH, length, HEADS, SIZE), (BATCH, keys, GROUPS, SIZE), (BATCH, keys, GROUPS, SIZE), (HEADS,)]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype).requires_grad_() for x in drawn]
+    query, key, value, sinks = (x.to(dtype).requires_grad_() for x in drawn)
+    return query, key, value, sinks
 
 
 def causal(length: int, window: int) -> torch.Tensor:
@@ -77,8 +82,8 @@ def test_bfloat16_is_close() -> None:
     from megatron_retool.learner.sinks import sink_attention
 
     exact = inputs(LENGTH, LENGTH, torch.float32)
-    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
-    found, wanted = sink_attention(*rounded, None, SCALE), sink_attention(*exact, None, SCALE)
+    query, key, value, sinks = rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    found, wanted = sink_attention(query, key, value, sinks, None, SCALE), sink_attention(*exact, None, SCALE)
     found.float().sum().backward()
     wanted.sum().backward()
     for one, other in zip([found, *(x.grad for x in rounded)], [wanted, *(x.grad for x in exact)], strict=True):
@@ -104,7 +109,7 @@ def test_the_core_attention_has_a_sink_for_each_head() -> None:
         own = PackedAttention(TransformerConfig(**options, softmax_type="learnable"), 1, None, "self")
         (name, sinks), *others = own.named_parameters()
         assert (name, tuple(sinks.shape), others) == ("softmax_offset", (HEADS,), [])
-        assert sinks.tensor_model_parallel and sinks.partition_dim == 0  # type: ignore[attr-defined]
+        assert sinks.tensor_model_parallel and sinks.partition_dim == 0
         assert own.sharded_state_dict("core.")["core.softmax_offset"].global_shape == (HEADS,)
     finally:
         parallel.shutdown()

@@ -147,7 +147,7 @@ def test_it_is_transformers_text_by_text(family: str) -> None:
 
     trained = [name for name, parameter in ours.named_parameters() if parameter.requires_grad]
     assert sorted(names.keys() - set(trained)) == sorted(name for name in names if ".indexer." in name)
-    upstream = torch.randn(expected.shape)
+    upstream = torch.randn_like(found.transpose(0, 1))
     gradients = torch.autograd.grad(expected, [hidden, *(weights[names[name]] for name in trained)], upstream)
     own = torch.autograd.grad(
         found.transpose(0, 1), [hidden, *(p for p in ours.parameters() if p.requires_grad)], upstream

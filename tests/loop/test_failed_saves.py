@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -212,7 +211,7 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     """Whatever ends the run, once its processes are gone; what an earlier run left goes at the start, and is named."""
     config = load_config(None, [f"trainer.runs_dir={tmp_path}"])
     (config.trainer.run_dir / "checkpoints" / "global_step_4").mkdir(parents=True)
-    console = Console(file=io.StringIO(), soft_wrap=True)
+    console = Console(record=True, soft_wrap=True)
 
     class StoppedDeployment:
         def __init__(self, *_):
@@ -230,4 +229,4 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(train_module.train(config, console, LeaveRequest()))
     assert list((config.trainer.run_dir / "checkpoints").iterdir()) == []
-    assert "global_step_4: it was not complete" in console.file.getvalue()
+    assert "global_step_4: it was not complete" in console.export_text()

@@ -138,7 +138,7 @@ def learn_steps(layout: dict[str, Any], world_size: int, case: str, fuse: str, h
             **learned.metrics,
             "skipped": learned.skipped,
             "columns": learned.batch.columns,
-            "gradients": torch.cat([p.main_grad.reshape(-1) for p in parameters]),  # type: ignore[attr-defined]
+            "gradients": torch.cat([p.main_grad.reshape(-1) for p in parameters]),
             "weights": {name: tensor for bucket in learner.export_weights() for name, tensor in bucket},
             "lr": learner.learning_rate,
         }

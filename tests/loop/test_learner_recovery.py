@@ -120,7 +120,7 @@ def recover(recovery: LearnerRecovery) -> None:
 
 def test_restarts_are_bounded_until_there_is_a_new_checkpoint() -> None:
     run = FakeRun()
-    recovery = LearnerRecovery(run, run)  # type: ignore[arg-type]
+    recovery = LearnerRecovery(run, run)
     run.prompts.drawn = 8
     recover(recovery)
     recover(recovery)
@@ -135,14 +135,14 @@ def test_restarts_are_bounded_until_there_is_a_new_checkpoint() -> None:
 
 def test_an_error_may_look_like_markup_of_the_console() -> None:
     run = FakeRun()
-    asyncio.run(LearnerRecovery(run, run).after(LearnerDied(f"learner rank 0 lost its links: {GLOO}")))  # type: ignore[arg-type]
+    asyncio.run(LearnerRecovery(run, run).after(LearnerDied(f"learner rank 0 lost its links: {GLOO}")))
     assert "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]" in run.console.export_text()
 
 
 def test_a_death_while_restarting_counts_too() -> None:
     run = FakeRun(deaths_while_restarting=1)
-    recover(LearnerRecovery(run, run))  # type: ignore[arg-type]
+    recover(LearnerRecovery(run, run))
     assert run.restarts == 2
     run = FakeRun(deaths_while_restarting=9)
     with pytest.raises(RuntimeError, match="died 3 times.*at last: rank 1 died again"):
-        recover(LearnerRecovery(run, run))  # type: ignore[arg-type]
+        recover(LearnerRecovery(run, run))

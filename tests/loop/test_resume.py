@@ -48,9 +48,9 @@ class Run:
         (self.checkpoint.path / "trainer_state.json").write_text(json.dumps({"total_steps": steps}))
 
     def asked(self, settings: Mapping[str, Any]) -> tuple[bool, str]:
-        console = Console(file=io.StringIO(), width=80)
-        finished = announce_resume(changed(self.config, settings), self.checkpoint, console)
-        return finished, console.file.getvalue()  # type: ignore[attr-defined]
+        output = io.StringIO()
+        finished = announce_resume(changed(self.config, settings), self.checkpoint, Console(file=output, width=80))
+        return finished, output.getvalue()
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path
     settings = {"model.mcore_path": str(start)}
 
     def said() -> str:
-        console = Console(file=io.StringIO(), width=80)
+        output = io.StringIO()
         config = changed(run.config, settings)
-        announce_start(config.model, config.trainer, console)
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+        announce_start(config.model, config.trainer, Console(file=output, width=80))
+        return output.getvalue()
 
     assert said() == ""  # not complete
     (start / "COMPLETE").touch()

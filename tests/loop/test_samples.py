@@ -33,7 +33,7 @@ def trajectory(**changes: object) -> Trajectory:
         "tool_calls": [ToolCall("code_interpreter", {}, "ok", 0.1, False)],
         "extra_info": {"ground_truth": 396},
     }
-    return Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
+    return Trajectory(**{**fields, **changes})
 
 
 def printed(sample: LoggedSample, *, terminal: bool) -> str:

@@ -199,7 +199,7 @@ def test_each_reason_is_recognised(
 def test_a_step_without_a_signal_asks_nothing_of_the_learner(tmp_path: Any) -> None:
     config = load_config()
     state = TrainerState.first(config)
-    learned = asyncio.run(learn(SimpleNamespace(config=config), state, [], StepTimer()))  # type: ignore[arg-type]
+    learned = asyncio.run(learn(SimpleNamespace(config=config), state, [], StepTimer()))
     assert learned.skipped is SkipReason.NO_SIGNAL and learned.metrics == {} == batch_metrics(learned.batch, 1, 1)
     write_estimates(learned.batch, tmp_path / "step.parquet")
     assert read_estimates(tmp_path / "step.parquet") == {}

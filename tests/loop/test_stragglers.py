@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from rich.console import Console
 
-from megatron_retool.cluster import learner_group
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import load_config
 from megatron_retool.loop.faults import StragglerWatch
@@ -66,7 +66,7 @@ def test_single_ranks_and_steps_without_updates_have_no_ratio() -> None:
 
 
 def test_group_adds_up_each_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_group.ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "put", lambda value: value)
 
     async def answer(rank: int) -> tuple[dict[str, float] | None, float]:
         return ({"actor/lr": 1.0} if rank == 0 else None), 1.0 + rank
@@ -76,7 +76,7 @@ def test_group_adds_up_each_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -
     group.workers = [SimpleNamespace(update=call, update_fused=call) for call in calls]
     group._seconds = [0.0, 0.0]
     for update in (group.update, group.update_fused):
-        assert asyncio.run(update(None, sampling=None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
+        assert asyncio.run(update(None, sampling=None)) == {"actor/lr": 1.0}
     assert group.take_rank_seconds() == [2.0, 4.0]
     assert group.take_rank_seconds() == [0.0, 0.0]
 

@@ -90,11 +90,9 @@ def train(config: Config) -> None:
         write_trajectories([trajectory(0)], config.trainer.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
         return {"val-quick/all/acc/mean@1": float(step)}
 
-    checkpointer_module.link_weights = shutil.copytree
-    validation_module.validate_quickly = validate_quickly
-    train_loop.step_source = Drawn
-    train_loop.learn, train_loop.restore = learn, restore
-    train_loop.validate = validation_module.validate = validate
+    vars(checkpointer_module).update(link_weights=shutil.copytree)
+    vars(validation_module).update(validate_quickly=validate_quickly, validate=validate)
+    vars(train_loop).update(step_source=Drawn, learn=learn, restore=restore, validate=validate)
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
 
 

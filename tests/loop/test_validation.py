@@ -117,7 +117,7 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
     ])  # fmt: skip
     asked: list[Any] = []
     run, log = deployment(config, asked), Tables()
-    full = asyncio.run(validate(run, 4, log))  # type: ignore[arg-type]
+    full = asyncio.run(validate(run, 4, log))
     assert asked[0] == (list(range(15)), config.rollout.val, "validation")
     assert asked[1:] == [Phase.VALIDATION] * 15 and log.shown == [(4, 3)]
     assert full["val-core/all/acc/mean@4"] == full["val-core/aime_2025/acc/mean@4"] == pytest.approx(2 / 3)

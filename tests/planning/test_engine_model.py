@@ -63,7 +63,7 @@ def test_throughput_of_models_and_contexts_that_were_not_looked_at() -> None:
 
 def engine(**changes: object) -> EngineModel:
     base = EngineModel(preset("qwen2.5-32b"), ACCELERATORS["H200"], 4, memory_fraction=0.9, max_running=1024)
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def test_the_cache_takes_what_the_weights_leave() -> None:

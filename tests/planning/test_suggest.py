@@ -44,24 +44,24 @@ def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
     return plan_memory(config, plan.architecture, layout, plan.machines, plan.workload)
 
 
-@pytest.mark.parametrize(
-    ("name", "machines"),
-    [
-        ("qwen3_0.6b_1x24gb", ["RTX4090x1", "L4x1"]),
-        ("qwen3_1.7b_1x80gb", ["H100x1", "A100x1"]),
-        ("qwen3_4b_lora_1x24gb", ["RTX4090x1"]),
-        ("qwen2.5_32b_lora_2x80gb", ["H100x2", "A100x2"]),
-        ("qwen3_14b_8x80gb", ["H100x8", "A100x8"]),
-        ("qwen3_30b_a3b_8x80gb", ["H100x8", "A100x8"]),
-        ("qwen2.5_32b_8xh200", ["H200x8"]),
-        ("qwen2.5_32b_2x8h100", ["H100x16"]),
-        ("qwen3_30b_a3b_2x8h100", ["H100x16"]),
-        ("qwen3_30b_a3b_64k_2x8h100", ["H100x16"]),
-        ("qwen3_4b_128k_8xh200", ["H200x8"]),
-        ("qwen2.5_72b_16x8h100", ["H100x128"]),
-        ("qwen3_235b_a22b_16x8h100", ["H100x128"]),
-    ],
-)
+RECIPES = {
+    "qwen3_0.6b_1x24gb": ["RTX4090x1", "L4x1"],
+    "qwen3_1.7b_1x80gb": ["H100x1", "A100x1"],
+    "qwen3_4b_lora_1x24gb": ["RTX4090x1"],
+    "qwen2.5_32b_lora_2x80gb": ["H100x2", "A100x2"],
+    "qwen3_14b_8x80gb": ["H100x8", "A100x8"],
+    "qwen3_30b_a3b_8x80gb": ["H100x8", "A100x8"],
+    "qwen2.5_32b_8xh200": ["H200x8"],
+    "qwen2.5_32b_2x8h100": ["H100x16"],
+    "qwen3_30b_a3b_2x8h100": ["H100x16"],
+    "qwen3_30b_a3b_64k_2x8h100": ["H100x16"],
+    "qwen3_4b_128k_8xh200": ["H200x8"],
+    "qwen2.5_72b_16x8h100": ["H100x128"],
+    "qwen3_235b_a22b_16x8h100": ["H100x128"],
+}
+
+
+@pytest.mark.parametrize(("name", "machines"), RECIPES.items())
 def test_the_recipes_fit_the_machines_they_are_for(name: str, machines: list[str]) -> None:
     file = f"configs/retool_{name}.yaml"
     plan_placement(load_config(file))
@@ -87,8 +87,7 @@ def test_the_engines_graphs_and_routed_experts_have_their_places() -> None:
 
 
 def test_every_recipe_is_planned() -> None:
-    (parameters,) = test_the_recipes_fit_the_machines_they_are_for.pytestmark
-    planned = {f"retool_{name}.yaml" for name, _ in parameters.args[1]}
+    planned = {f"retool_{name}.yaml" for name in RECIPES}
     assert planned == {path.name for path in Path("configs").glob("retool_*.yaml")}
 
 
@@ -203,7 +202,7 @@ def test_whatever_is_suggested_would_be_submitted(
     _, architecture = resolve_architecture(config.model, config.demo)
     plan = Planner(config, architecture, parse_machines(gpus, per_node), workload_of(config))
     rollout = plan.generation(config)
-    plan.generation = lambda _: rollout  # type: ignore[method-assign]  # how fast a layout is does not matter here
+    plan.generation = lambda _: rollout  # how fast a layout is does not matter here
     layouts = list(plan._layouts())
     drawn = [plan.candidate(changes) for changes in Random(seed).sample(layouts, min(8, len(layouts)))]
     for candidate in [*filter(None, drawn), *plan.cures()[:3]]:

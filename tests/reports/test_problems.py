@@ -19,7 +19,7 @@ def response(group: int, index: int, accuracy: float, info: dict[str, Any]) -> T
     return Trajectory(
         [1], [2], [True], [-0.5], [0], [0], group, index, FinishReason.STOP, reward=2 * accuracy - 1,
         reward_info={"acc": accuracy}, extra_info={"uid": f"{info['data_source']}{group}", **info},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def validated(run_dir: Path, step: int, problems: list[tuple[dict[str, Any], list[float]]]) -> None:

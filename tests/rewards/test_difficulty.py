@@ -83,7 +83,7 @@ def trajectory(source: str, group: int, accuracy: float, **info: Any) -> Traject
     return Trajectory(
         [1], [2], [True], [-0.5], [0], [0], group, 0, FinishReason.STOP, reward=accuracy,
         reward_info={"acc": accuracy}, extra_info={"data_source": source, **info},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def test_accuracy_by_group_is_the_mean_over_prompts_of_the_mean_over_samples() -> None:

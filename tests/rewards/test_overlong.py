@@ -50,7 +50,7 @@ def test_a_penalty_of_ones_own(tmp_path):
     for wrong, message in ((f"{target}:words", "return a number"), (f"{target}:cosin", "did you mean cosine")):
         config = load_config(None, [f"reward.overlong.mode={wrong}", "data.max_response_length=100"])
         with pytest.raises(ConfigError, match=message):
-            RewardManager(config.reward, None, 100)  # type: ignore[arg-type]
+            RewardManager(config.reward, None, 100)
         with pytest.raises(ConfigError, match=message):
             check_extensions(config)
 

@@ -38,4 +38,5 @@ def counting_tools() -> tuple[ToolRegistry, Counter]:
     """Tools of a run whose code interpreter counts."""
     (entry,) = tool_entries(["tests.sglang_rollout.scripted:Counter"])
     (named,) = make_tools(ToolsConfig(), 0, entry, None)
+    assert isinstance(named.tool, Counter)
     return ToolRegistry([named]), named.tool

@@ -23,7 +23,7 @@ from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
 
 def talk(tokenizer, script, *lines: str, tools=None, context: int = 4096, **settings) -> tuple[str, str]:
     """What is written as answers and as notes where ``lines`` are typed."""
-    answers, notes = Console(file=io.StringIO(), width=100), Console(file=io.StringIO(), width=100)
+    answers, notes = io.StringIO(), io.StringIO()
     service = SimpleNamespace(
         config=load_config(None, [f"rollout.engine.context_length={context}"]),
         tokenizer=tokenizer,
@@ -38,12 +38,12 @@ def talk(tokenizer, script, *lines: str, tools=None, context: int = 4096, **sett
             os.write(writer, "\n".join(lines).encode())
         finally:
             os.close(writer)
-        async with Chat(service, answers, notes, **settings) as chat:
+        async with Chat(service, Console(file=answers, width=100), Console(file=notes, width=100), **settings) as chat:
             await chat.talk(Lines(reader))
         os.close(reader)
 
     asyncio.run(run())
-    return answers.file.getvalue(), notes.file.getvalue()
+    return answers.getvalue(), notes.getvalue()
 
 
 def test_calls_and_results_are_shown_and_the_conversation_goes_on(tokenizer):

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from conversion.files.dist_checkpoint import CheckpointPlace, DistCheckpoint
+from conversion.files.dist_checkpoint import DistCheckpoint
+from conversion.model.weight_map import CheckpointPlace
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.files import DataError
 from megatron_retool.runs.checkpoints import complete_checkpoints

@@ -38,7 +38,7 @@ async def leaves_columns_uneven(state: TrajectoryState) -> bool:
 
 
 async def leaves_no_numbers(state: TrajectoryState) -> bool:
-    state.append_unsampled(["seven"])  # type: ignore[list-item]
+    state.append_unsampled(["seven"])
     raise ValueError("no")
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import Counter
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -383,12 +383,12 @@ def test_new_weights_change_what_is_sampled(engine, tokenizer, tmp_path, model_d
         f"weight_sync.method={method}", "weight_sync.verify=true", f"model.path={model_directory}",
         f"trainer.runs_dir={tmp_path}",
     ]  # fmt: skip
-    with make_weight_sync(make_config(*settings), [engine.base_url]) as sync:
+    with closing(make_weight_sync(make_config(*settings), [engine.base_url])) as sync:
         for seed in (2, 3):
             sampled, expected = pushed(sync, markov_policy.random_model(tokenizer, seed))
             assert np.abs(sampled - expected).max() < 2e-5
     rounded = make_config(*settings, "weight_sync.round_to=int4")
-    with make_weight_sync(rounded, [engine.base_url]) as sync:
+    with closing(make_weight_sync(rounded, [engine.base_url])) as sync:
         model = markov_policy.random_model(tokenizer, 4)
         sampled, whole = pushed(sync, model)
         with torch.no_grad():

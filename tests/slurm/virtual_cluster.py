@@ -300,7 +300,7 @@ def _tail(path: str | Path, lines: int = 60) -> str:
         return str(error)
 
 
-def _wait(condition, timeout: float, what: str, cluster: VirtualCluster):  # type: ignore[no-untyped-def]
+def _wait(condition, timeout: float, what: str, cluster: VirtualCluster):
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:

@@ -20,8 +20,9 @@ def runs(tmp_path):
 
 
 def parted(runs):
+    a, b = runs
     problems = []
-    found = first_difference(*runs, problems)
+    found = first_difference(a, b, problems)
     assert problems == []
     return found and (found.kind, found.step, found.index, found.token, found.column, found.a, found.b)
 
@@ -75,8 +76,9 @@ def test_a_damaged_step_is_named_and_the_next_is_compared(runs):
     rows = read_step(runs[1], 2)
     rows[0].response_ids[0] = 99
     write_step(runs[1], 2, rows)
+    a, b = runs
     problems = []
-    found = first_difference(*runs, problems)
+    found = first_difference(a, b, problems)
     assert found is not None and (found.step, found.token) == (2, 0)
     assert len(problems) == 1 and "step_000001.parquet" in problems[0] and "step 1 is not compared" in problems[0]
 
@@ -92,9 +94,8 @@ def test_the_command_says_all_of_it(runs, capsys):
 
 
 def test_no_name_is_broken_on_a_narrow_terminal(runs):
-    console = Console(width=30, file=io.StringIO())
-    print_comparison(*runs, console)
-    said = console.file.getvalue()
+    output = io.StringIO()
+    print_comparison(runs[0], runs[1], Console(width=30, file=output))
+    said = output.getvalue()
     names = first_shown([metric["name"] for metric in comparison(*runs)["metrics"] if not metric["clock"]])
     assert names and all(name in said for name in names)
-    assert console.width == 30

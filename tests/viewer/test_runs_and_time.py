@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 
 import pyarrow.parquet as pq
@@ -46,7 +47,7 @@ def test_the_state_is_told_from_what_lies_on_disk(tmp_path, monkeypatch):
     assert state()[0] == "running"
     assert state(3600)[0] == "died" and "no checkpoint is complete" in state(3600)[1]
     record = {"host": "here", "process": os.getpid(), "process_start": environment.process_start(os.getpid())}
-    monkeypatch.setattr(environment.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     (run_dir / "environment.json").write_text(json.dumps(record))
     assert state(3600) == ("running", "its process is at work on this host")
     (run_dir / "environment.json").write_text(json.dumps(record | {"process_start": -1}))

@@ -22,7 +22,7 @@ def filter_exactly(
     """Sample from what top_k, top_p and min_p leave, and give the log-probs of that distribution, as learners do."""
     filters = sampling_info.need_top_k_sampling, sampling_info.need_top_p_sampling, sampling_info.need_min_p_sampling
     if sampling_info.is_all_greedy or not any(filters):
-        return original(sampler, logits_output, sampling_info, *arguments, **kwargs)  # type: ignore[no-any-return]
+        return original(sampler, logits_output, sampling_info, *arguments, **kwargs)
     from sglang.srt.layers import sampler as sglang_sampler
 
     # SGLang writes probabilities over its logits.
@@ -57,7 +57,7 @@ def filter_exactly(
         log_probs = log_softmax(scaled[rows].masked_fill(~left, -torch.inf))
         chosen = log_probs.gather(1, ids[rows].long().view(-1, 1)).view(-1)
         logits_output.sampling_mask_output.selected_logprobs = chosen
-    return ids  # type: ignore[no-any-return]
+    return ids
 
 
 def keep_log_softmax(original: Any, processor: Any, *arguments: Any, **kwargs: Any) -> None:

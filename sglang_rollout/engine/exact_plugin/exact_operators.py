@@ -228,9 +228,9 @@ def angles(rotary: Any, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch
     longest, kind = int(positions.max()) + 1, _kind(rotary)
     if kind not in _tables or len(_tables[kind][0]) < longest:
         table = operators.rotary_table(_settings()["frequencies"][kind], max(256, 2 * longest))
-        _tables[kind] = tuple(each.to(positions.device) for each in table)
-    cos, sin = (table[positions] for table in _tables[kind])
-    return cos, sin
+        _tables[kind] = (table[0].to(positions.device), table[1].to(positions.device))
+    cos, sin = _tables[kind]
+    return cos[positions], sin[positions]
 
 
 def rotate(
@@ -261,7 +261,7 @@ def _kind(rotary: Any) -> int:
 def linear(original: Any, method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A layer's product with its weight, and its bias."""
     if getattr(layer, "exact_operator", "mlp_up") not in exchanged():
-        return original(method, layer, x, bias)  # type: ignore[no-any-return]
+        return original(method, layer, x, bias)
     return operators.linear(x, layer.weight, bias)
 
 
@@ -307,7 +307,7 @@ def read_latents(original: Any, attention: Any, *arguments: Any) -> Any:
 
 def with_exact_products(original: Any, attention: Any, *arguments: Any, **kwargs: Any) -> Any:
     """Latent attention's products of heads with matrices of their own, for which SGLang calls torch.bmm."""
-    ordinary, torch.bmm = torch.bmm, products_of_heads
+    ordinary, torch.bmm = torch.bmm, products_of_heads  # type: ignore[assignment]
     try:
         return original(attention, *arguments, **kwargs)
     finally:

@@ -14,11 +14,11 @@ from conversion.files.companions import check_tokenizer, copy_companions
 from conversion.files.hf_checkpoint import (
     FileWriter,
     HFCheckpoint,
-    HFCheckpointError,
     TensorSpec,
     plan_files,
     write_index,
 )
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.model.architecture import Architecture
 from conversion.model.mapping import WeightMapError, shard, to_mcore
 from conversion.model.weight_map import WeightMap

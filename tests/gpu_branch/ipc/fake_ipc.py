@@ -42,7 +42,7 @@ def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
     gpus = os.environ[GPUS].split(",")
     torch.cuda.device_count = lambda: len(gpus)
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[device])  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=gpus[device])
 
     def rebuild(*arguments: Any) -> torch.Tensor:
         _, size, stride, offset, _, dtype, device, handle, *_ = arguments

@@ -114,8 +114,7 @@ def place_extension(folder: Path, computed: Mapping[str, Callable[..., Any]] | N
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     extension = _Extension("transformer_engine_torch")
     extension.__spec__ = None
-    extension.FP8FwdTensors = _TensorsForwards
-    extension.FP8BwdTensors = _TensorsBackwards
+    extension.__dict__.update(FP8FwdTensors=_TensorsForwards, FP8BwdTensors=_TensorsBackwards)
     for name, function in (computed or {}).items():
         setattr(extension, name, function)
     sys.modules["transformer_engine_torch"] = extension

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron_retool.learner import transformer_engine
 from megatron_retool.learner.transformer_engine import UNFUSED, attention_kernel, watch_attention
 from tests.learner.transformer_engine.conftest import Run
 
-CHOICES = {
+CHOICES: dict[int, dict[str, Any]] = {
     "flash-attn 2.8": {"use_flash_attention": True, "flash_attention_backend": "2.8"},
     "cuDNN, NVTE_F16_arbitrary_seqlen": {
         "use_fused_attention": True,

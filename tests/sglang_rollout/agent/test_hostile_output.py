@@ -225,9 +225,9 @@ def leave() -> None:
     [
         lambda: next(iter(())),
         leave,
-        lambda: ToolResult("ok", None),  # type: ignore[arg-type]
-        lambda: ToolResult("ok", b"\xff"),  # type: ignore[arg-type]
-        lambda: ToolResult("ok", "1", metrics={"x": "much"}),  # type: ignore[dict-item]
+        lambda: ToolResult("ok", None),
+        lambda: ToolResult("ok", b"\xff"),
+        lambda: ToolResult("ok", "1", metrics={"x": "much"}),
         lambda: None,
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,8 @@ def test_an_engine_that_loads_no_adapters_is_refused_where_it_is_to(tmp_path):
 def test_anybodys_engine_with_its_own_settings(tmp_path):
     config = config_with(tmp_path, "", "rollout.engine.backend_kwargs={greeting: good day}")
     check_engine(config)
-    assert make_engine(config).greeting == "good day"
+    engine: Any = make_engine(config)
+    assert engine.greeting == "good day"
     assert type(make_engine(config).client("http://e")).__name__ == "Client"
 
 

@@ -18,7 +18,6 @@ from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig, SpeculativeConfig
 from megatron_retool.planning.models import MODELS
 from sglang_cpu_engine import PYTHON_PATH
-from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
 from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
@@ -233,7 +232,7 @@ def test_extra_arguments_come_last(model_directory, tmp_path):
 
 
 def test_device_auto_without_a_driver_is_cpu(monkeypatch):
-    monkeypatch.setattr(engine_module.Path, "exists", lambda self: False)
+    monkeypatch.setattr(Path, "exists", lambda self: False)
     assert resolve_device("auto") == "cpu"
     assert resolve_device("cuda") == "cuda"
 

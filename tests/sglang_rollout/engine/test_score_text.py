@@ -99,7 +99,7 @@ def test_no_piece_is_larger_than_an_answer_may_be() -> None:
     assert [piece.stop for piece in found[:-1]] == [piece.start for piece in found[1:]]
     for piece in found:
         assert (piece.stop - piece.start) * len(piece.ids) <= score_pieces.MOST_CELLS
-        wanted = {token for row in request.targets[piece.start - 1 : piece.stop - 1] for token in row}  # type: ignore[index]
+        wanted = {token for row in request.targets[piece.start - 1 : piece.stop - 1] for token in row}
         assert piece.ids == tuple(sorted(wanted))
     # One more place would be too much.
     assert all((piece.stop - piece.start + 1) * (len(piece.ids) + 1) > score_pieces.MOST_CELLS for piece in found[:-1])

@@ -60,7 +60,7 @@ def fake_card(name: str, gib: int, capability: tuple[int, int]) -> None:
     }  # fmt: skip
     for function, answer in answers.items():
         setattr(torch.cuda, function, lambda *_, answer=answer: answer)
-    torch.version.cuda = "13.0"  # type: ignore[misc]
+    torch.version.cuda = "13.0"
 
 
 def resolve(arguments: list[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.data.chat_template import render
+from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState, run_call
 from sglang_rollout.agent.written_calls import ParsedCall
@@ -96,7 +97,7 @@ def test_rows_are_equal(template, drive):
     (text,) = render(tokenizer, [MESSAGES], schemas, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
 
-    def built_in(script) -> TrajectoryState:
+    def built_in(script) -> Trajectory:
         loop = AgentLoop(AgentSetup(CONFIG, tokenizer, ScriptedTools(), limit))
         state = TrajectoryState(prompt, 0, 0)
         asyncio.run(loop.run(state, ScriptedEngine(tokenizer, script)))

@@ -10,7 +10,7 @@ import pytest
 import xgrammar
 
 from megatron_retool.config import MultiTurnConfig
-from sglang_rollout.agent.tool_call_formats import CallShape, formats, make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, formats, make_format, parsed_calls
 from sglang_rollout.gateway import constraints
 from sglang_rollout.gateway.conversation import Constraint
 from sglang_rollout.gateway.errors import ApiError
@@ -66,6 +66,7 @@ def written(info, grammar, seed: int) -> str:
 @pytest.mark.parametrize("forced", ["weather", None])
 def test_forced_calls_are_read_as_such(info, name, forced):
     form = make_format(MultiTurnConfig(format=name))
+    assert isinstance(form, HasCallShape)
     asked = Constraint("tool_choice", name=forced)
     grammar = compiled(info, constraints.grammar(asked, TOOLS, form.call_shape, several=True, reasons=False))
     # A text between tags may be of any length.

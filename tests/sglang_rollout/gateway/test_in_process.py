@@ -311,12 +311,12 @@ def seen(request: httpx.Request) -> tuple[Any, ...]:
 )
 @pytest.mark.parametrize("url", [ADDRESS, httpx.URL(ADDRESS)], ids=["text", "URL"])
 def test_requests_are_those_of_httpx(url: httpx.URL | str, arguments: dict[str, Any]) -> None:
-    mine = GatewayClient(Nowhere())  # type: ignore[arg-type]
+    mine = GatewayClient(Nowhere())
     theirs = httpx.AsyncClient(transport=Nowhere(), timeout=None)
     assert seen(mine.build_request("POST", url, **arguments)) == seen(theirs.build_request("POST", url, **arguments))
 
 
 def test_a_relative_address_goes_to_the_clients_base_url() -> None:
-    client = GatewayClient(Nowhere())  # type: ignore[arg-type]
+    client = GatewayClient(Nowhere())
     client.base_url = httpx.URL("http://127.0.0.1:8000/v1/")
     assert str(client.build_request("POST", "models", json={}).url) == "http://127.0.0.1:8000/v1/models"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai.types import completion_create_params as text_create_params
@@ -57,7 +58,7 @@ def test_every_field_of_openais_client_has_its_place(params, path):
 
 
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
-STEERING = {
+STEERING: dict[str, list[Any]] = {
     CHAT: [
         ("frequency_penalty", 0.5, 0),
         ("presence_penalty", -1, 0.0),

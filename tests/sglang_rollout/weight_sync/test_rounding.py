@@ -1,5 +1,7 @@
 """Weights that engines get rounded. That a real engine then computes with them is test_real_engine's."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
@@ -9,6 +11,7 @@ from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, ModelConfig, load_config
 from megatron_retool.reports.referee.referee_model import engine_format
 from sglang_rollout.backends.transformers_engine import TransformersEngine
+from sglang_rollout.weight_sync.base import ServerWeightSync
 from sglang_rollout.weight_sync.push import make_weight_sync
 from sglang_rollout.weight_sync.quantization import Rounding, round_to_integers, weight_conversion
 
@@ -84,7 +87,8 @@ def test_a_blackwell_engine_is_imitated_on_any_machine(tmp_path):
 
 @pytest.mark.parametrize("round_to", ["fp8", "int4"])
 def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype(tmp_path, round_to):
-    Qwen2Config(hidden_size=160, num_attention_heads=12, head_dim=16, num_key_value_heads=4).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 160, "num_attention_heads": 12, "head_dim": 16, "num_key_value_heads": 4}
+    Qwen2Config(**sizes).save_pretrained(tmp_path)
     config = load_config(
         None,
         [
@@ -102,7 +106,8 @@ def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype(tmp_pa
         "model.layers.0.self_attn.q_proj.bias": torch.randn(192, generator=generator),
         "model.embed_tokens.weight": torch.randn(64, 160, generator=generator),
     }
-    with make_weight_sync(config, ["http://127.0.0.1:9"]) as sync:
+    with closing(make_weight_sync(config, ["http://127.0.0.1:9"])) as sync:
+        assert isinstance(sync, ServerWeightSync)
         sync._infos = {"http://127.0.0.1:9": {"dtype": "bfloat16"}}
         (bucket,) = sync._wire_buckets([list(sent.items())])
     received = dict(bucket)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from conversion.model.mapping import HFPart
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.engine_checks import published, unserved
+from megatron_retool.admission.engine_checks import published
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.requests import architecture_of, one_of_each_family, shrunk_config
 from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
@@ -25,6 +25,7 @@ from megatron_retool.config import ConfigError, EngineConfig, load_config
 from megatron_retool.loop.checks import check_model
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.engine.served_models import unserved
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts
 from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
 from tests.learner.test_checkpoint import EP, ETP, PP, SP, TP, _learner

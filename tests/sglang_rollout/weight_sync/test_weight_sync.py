@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import Qwen2Config
 from conversion.model.block_fp8 import takes_power_of_two
 from megatron_retool.config import ModelConfig, load_config
 from sglang_rollout.weight_sync import distributed, quantization
-from sglang_rollout.weight_sync.base import is_local
+from sglang_rollout.weight_sync.base import ServerWeightSync, is_local
 from sglang_rollout.weight_sync.disk import DiskWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.weight_sync.errors import WeightSyncError
@@ -40,6 +41,7 @@ class FakeEngine:
         self.faults = faults or {}
         self.calls: list[tuple[str, dict]] = []
         self.version = "0"
+        self.tensors: dict[str, torch.Tensor] = {}
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -303,7 +305,7 @@ def test_tensor_sync_needs_the_same_host():
 def test_blocks_are_quantised_where_an_fp8_checkpoint_has_them(tmp_path):
     """The rule of conversion.model.block_fp8: matrices of 128 x 128 blocks, the others stay as they are."""
     sizes = {"hidden_size": 256, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1}
-    Qwen2Config(**sizes, head_dim=128, num_hidden_layers=1).save_pretrained(tmp_path)
+    Qwen2Config(**sizes | {"head_dim": 128, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     fp8 = Fp8(ModelConfig(path=str(tmp_path)))
     layer = "model.layers.0"
     names = ["model.embed_tokens.weight", f"{layer}.self_attn.q_proj.weight", f"{layer}.mlp.up_proj.weight"]
@@ -317,7 +319,8 @@ def test_blocks_are_quantised_where_an_fp8_checkpoint_has_them(tmp_path):
 
 @pytest.mark.parametrize(("capability", "scale"), [((9, 0), 3 / 448), ((10, 0), 2**-7)])
 def test_block_scales_are_of_the_gpus_kind(tmp_path, monkeypatch, capability, scale):
-    Qwen2Config(hidden_size=128, num_attention_heads=1, num_key_value_heads=1, head_dim=128).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
+    Qwen2Config(**sizes).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = torch.device("cuda")
     monkeypatch.setattr(quantization, "takes_power_of_two", lambda kind, device: takes_power_of_two(kind, gpu))
@@ -331,8 +334,13 @@ def test_block_scales_are_of_the_gpus_kind(tmp_path, monkeypatch, capability, sc
 )
 def test_the_configured_method(method, kind):
     config = load_config(None, [f"weight_sync.method={method}", "weight_sync.timeout_seconds=12"])
-    with make_weight_sync(config, ["http://127.0.0.1:1/"]) as sync:
-        assert type(sync) is kind and sync.timeout_seconds == 12 and sync.engines == ["http://127.0.0.1:1"]
+    with closing(make_weight_sync(config, ["http://127.0.0.1:1/"])) as sync:
+        assert (
+            isinstance(sync, ServerWeightSync)
+            and type(sync) is kind
+            and sync.timeout_seconds == 12
+            and sync.engines == ["http://127.0.0.1:1"]
+        )
 
 
 def test_an_engine_on_any_of_this_hosts_addresses_is_local():

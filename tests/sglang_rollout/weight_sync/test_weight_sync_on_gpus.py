@@ -33,7 +33,7 @@ def test_ipc_handles_name_the_device_by_uuid(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_other_picklers_of_the_process_keep_their_reducer() -> None:
     tensor._pickled({"flattened_tensor": SimpleNamespace(is_cuda=True)})
-    assert ForkingPickler._extra_reducers.get(torch.Tensor) is not tensor._reduce_cuda_tensor
+    assert vars(ForkingPickler)["_extra_reducers"].get(torch.Tensor) is not tensor._reduce_cuda_tensor
 
 
 def test_a_bucket_on_a_gpu_never_overwrites_one_that_an_engine_may_be_reading(

@@ -20,6 +20,8 @@ from tools.registry import ToolRegistry
 from tools.search import http_client
 from tools.search.backends import SearchError, backend_of
 from tools.search.http_client import is_public
+from tools.search.page_tool import ReadPageTool
+from tools.search.tool import SearchTool
 from tools.search.web_text import html_to_text, is_text, to_text
 from tools.tool import ToolResult, TrajectoryInfo
 
@@ -227,6 +229,7 @@ def test_a_document_of_the_corpus_is_read_by_its_id(tmp_path: Path) -> None:
         entries = [{"tool": "search", "kwargs": {"top_k": 2}}, "read_page"]
         async with ToolRegistry.from_config(config, entries) as registry:
             search, page = (registry._tools[name].tool for name in ("search", "read_page"))
+            assert isinstance(search, SearchTool) and isinstance(page, ReadPageTool)
             assert search._backend is page._backend, "one index for both"
             session = await registry.open(TrajectoryInfo(0, 0))
             assert (await session.call("search", {"query": "Rhône"})).text == "[1] (b) On the Rhône."

@@ -253,7 +253,7 @@ def test_trajectories_that_ask_the_same_at_once_ask_once() -> None:
             calls[0].cancel()  # its trajectory has ended; the others go on
             found = await asyncio.gather(*calls, other, return_exceptions=True)
             assert isinstance(found[0], asyncio.CancelledError)
-            assert all(len(hits) == 3 for hits in found[1:])  # type: ignore[arg-type]
+            assert all(len(hits) == 3 for hits in found[1:])
             await backend.close()
 
     asyncio.run(scenario())
