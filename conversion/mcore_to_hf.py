@@ -403,13 +403,16 @@ def _contents(group: Sequence[Mapping], job: _Job) -> Iterator[tuple[str, Iterab
 
 
 def _element(mapping: Mapping, job: _Job) -> Tensor:
-    """The element of a stack that a parameter makes up: [in, out], or [out] of a bias."""
+    """The element of a stack that a parameter makes up: [in, out], [out, in], or [out] of a bias."""
     full = job.checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
     dtype = mapping.cast_to(job.dtype)
     full = full if dtype is None else full.to(dtype)
-    element = full.new_empty((*mapping.mcore_shape[1:], mapping.mcore_shape[0]))
+    rows, *others = mapping.mcore_shape
+    parts = {name: part_of(name) for name in mapping.hf_names}
+    in_rows = any(part is not None and part.in_rows for part in parts.values())
+    element = full.new_empty((rows, *others) if in_rows else (*others, rows))
     for name, tensor in to_hf(mapping, full).items():
-        part = part_of(name)
+        part = parts[name]
         assert part is not None
         part.of(element).copy_(tensor)
     return element

@@ -44,9 +44,10 @@ def module_names(architecture: Architecture, targets: Collection[str]) -> list[s
 
 def why_not(architecture: Architecture, targets: Collection[str]) -> str:
     """What of ``targets`` cannot be adapted in this model, and why; empty: all that it has of them can be."""
-    if "experts" in targets and architecture.is_moe and architecture.linear_bias:
+    adapted = [mapping for mapping in WeightMap(architecture) if target_of(mapping) in targets]
+    if any(mapping.is_stacked for mapping in adapted):
         return "experts: adapters do not know experts that are stored as one tensor"
-    if not any(target_of(mapping) in targets for mapping in WeightMap(architecture)):
+    if not adapted:
         return f"{', '.join(targets)}: the model has none"
     return ""
 
@@ -66,6 +67,8 @@ def why_not_in_engine(architecture: Architecture, targets: Collection[str]) -> s
         return "SGLang's adapters of latent attention do not compute the same here"
     if architecture.delta_net is not None:
         return "SGLang knows other names of a gated delta net's projections than the model has"
+    if architecture.mamba is not None:
+        return "SGLang's adapters of Mamba-2's projections need kernels that no test here has run"
     present = {target_of(mapping) for mapping in WeightMap(architecture)}
     if architecture.is_moe and (named := [target for target in ("mlp", "experts") if target in present & {*targets}]):
         return f"{', '.join(named)}: SGLang adapts these in a mixture of experts with kernels that no test here has run"

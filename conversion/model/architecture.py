@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes, check_layer_types
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes, MambaSizes, check_layer_types
 from conversion.model.config_reader import (
     DECLARATIONS,
     MAKE_FULL_PRECISION,
@@ -75,6 +75,10 @@ class Architecture:
     """What attention scores are multiplied by; None: 1 / sqrt(head_dim)."""
     embedding_scale: float = 1.0
     """What the embedding's output is multiplied by."""
+    residual_multiplier: float = 1.0
+    """What the output of attention and of the MLP is multiplied by before it is added to the residual stream."""
+    logits_scaling: float = 1.0
+    """What logits are divided by."""
     zero_centered_norm: bool = False
     """Every norm multiplies by 1 + weight."""
     pre_norm: bool = True
@@ -90,9 +94,11 @@ class Architecture:
     attention_gate: bool = False
     """Attention's output is multiplied by the sigmoid of a linear function of its input, feature by feature."""
     delta_net: DeltaNetSizes | None = None
-    """Of the layers of ``linear_layers``; None where there are none."""
+    """Of gated delta nets, which the layers of ``linear_layers`` have; None: they are of another kind."""
+    mamba: MambaSizes | None = None
+    """Of Mamba-2, which the layers of ``linear_layers`` have; None: they are of another kind."""
     linear_layers: tuple[int, ...] = ()
-    """Layers, by global number, that have a gated delta net in place of attention; ascending."""
+    """Layers, by global number, that have ``recurrent`` in place of attention; ascending."""
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
@@ -151,7 +157,7 @@ class Architecture:
         return self.is_moe and layer not in self.dense_layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether the layer with this global number has softmax attention, and not a gated delta net."""
+        """Whether the layer with this global number has softmax attention."""
         return layer not in self.linear_layers
 
     def has_indexer(self, layer: int) -> bool:
@@ -258,13 +264,17 @@ class Architecture:
         return queries + latents + self.output_size * self.hidden_size
 
     @property
-    def delta_net_weights(self) -> int:
-        """Elements of the matrices of one layer's gated delta net."""
-        if self.delta_net is None:
+    def recurrent(self) -> DeltaNetSizes | MambaSizes | None:
+        """Of what the layers of ``linear_layers`` have in place of attention; None where there are none."""
+        return self.delta_net or self.mamba
+
+    @property
+    def recurrent_weights(self) -> int:
+        """Elements of the matrices of what one layer has in place of attention."""
+        sizes = self.recurrent
+        if sizes is None:
             return 0
-        sizes = self.delta_net
-        projected = sizes.convolved_size + sizes.value_size + 2 * sizes.value_heads
-        return self.hidden_size * (projected + sizes.value_size)
+        return self.hidden_size * (sizes.convolved_size + 2 * sizes.value_size + sizes.rates)
 
     @property
     def indexer_weights(self) -> int:
@@ -276,9 +286,9 @@ class Architecture:
 
     @property
     def all_attention_weights(self) -> int:
-        """Elements of the matrices of attention, of its indexers, and of gated delta nets, in all layers."""
+        """Elements of the matrices of attention, of its indexers, and of what stands in its place, in all layers."""
         attention = self.attention_layers * self.attention_weights + self.indexer_layers * self.indexer_weights
-        return attention + len(self.linear_layers) * self.delta_net_weights
+        return attention + len(self.linear_layers) * self.recurrent_weights
 
     @property
     def latent_key_value_size(self) -> int:

@@ -1,4 +1,5 @@
-"""Fields of ``config.json`` about attention: windows by layer, latent and sparse attention, gated delta nets."""
+"""Fields of ``config.json`` about attention: windows by layer, latent and sparse attention, and what stands in
+its place."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ from conversion.model.config_reader import (
     shown,
 )
 from conversion.model.position_config import rope_kind, rope_parameters
+
+_EARLIER_NAMES = {"attention": FULL, "mamba": LINEAR}
+_UNLIMITED = (math.inf, {"__float__": "Infinity"})
+"""How config.json says that there is no end."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,53 @@ class IndexerSizes:
 
 
 @dataclass(frozen=True)
+class MambaSizes:
+    """Of a Mamba-2 layer (Transformers are SSMs, arXiv:2405.21060, section 7).
+
+    heads is a multiple of groups: so many heads in turn share what a group writes their states by and reads them by.
+    """
+
+    heads: int
+    head_dim: int
+    """Features of a head's values."""
+    groups: int
+    state_dim: int
+    """Features that a state is written by, and read by: a head's state is head_dim x state_dim numbers."""
+    kernel: int
+    """Tokens that the causal convolution sees, the present one included."""
+
+    @property
+    def value_size(self) -> int:
+        """Features of all heads' values, and of the output's gate."""
+        return self.heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Features of all groups that states are written by, and of those that they are read by."""
+        return self.groups * self.state_dim
+
+    @property
+    def convolved_size(self) -> int:
+        """Features of values, and of what states are written and read by."""
+        return self.value_size + 2 * self.group_size
+
+    @property
+    def rates(self) -> int:
+        """Numbers of a token that say how fast states change, of all heads."""
+        return self.heads
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of all heads' states."""
+        return self.value_size * self.state_dim
+
+    @property
+    def state_flops(self) -> float:
+        """FLOPs of a token beside projections and convolution: its state decays and is written, and is read."""
+        return 4.0 * self.state_size
+
+
+@dataclass(frozen=True)
 class DeltaNetSizes:
     """Of a gated delta net (Gated Delta Networks, arXiv:2412.06464, section 3.3).
 
@@ -91,6 +143,22 @@ class DeltaNetSizes:
     def convolved_size(self) -> int:
         """Features of queries, keys and values."""
         return 2 * self.query_size + self.value_size
+
+    @property
+    def rates(self) -> int:
+        """Numbers of a token that say how fast states change, of all heads: decay and share of what is replaced."""
+        return 2 * self.value_heads
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of all heads' states."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_flops(self) -> float:
+        """FLOPs of a token beside projections and convolution: a key reads its state, an outer product changes it, and
+        a query reads it."""
+        return 6.0 * self.state_size
 
 
 def latent_attention(config: ConfigReader) -> dict[str, Any]:
@@ -240,6 +308,41 @@ def gated_delta_net(config: ConfigReader, full_every: int) -> dict[str, Any]:
     return {"delta_net": sizes, "linear_layers": linear} if linear else {}
 
 
+def mamba(config: ConfigReader) -> dict[str, Any]:
+    """Fields of Mamba-2 layers, where ``layer_types`` names them; without it, everywhere.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, heads are no multiple of groups or do not make mamba_expand times
+            hidden_size, or a key asks for what the learner does not compute.
+    """
+    layers = range(config.integer("num_hidden_layers"))
+    types = layer_types(config, (FULL, LINEAR)) or [LINEAR] * len(layers)
+    linear = tuple(number for number in layers if types[number] == LINEAR)
+    if not linear:
+        return {}
+    config.refuse("mamba_proj_bias")
+    config.require(mamba_conv_bias=True)
+    limits = config.items("time_step_limit")
+    if limits and not (len(limits) == 2 and limits[0] == 0.0 and limits[1] in _UNLIMITED):
+        raise UnsupportedArchitecture(f"time_step_limit={shown(limits)}: only steps from 0 without an end are computed")
+    heads = config.integer("mamba_n_heads", 128)
+    width = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    size = width // heads if config.mapping.get("mamba_d_head", "auto") == "auto" else config.integer("mamba_d_head")
+    sizes = MambaSizes(
+        heads=heads,
+        head_dim=size,
+        groups=config.integer("mamba_n_groups", 1),
+        state_dim=config.integer("mamba_d_state", 256),
+        kernel=config.integer("mamba_d_conv", 4),
+    )
+    if sizes.value_size != width or heads % sizes.groups:
+        raise UnsupportedArchitecture(
+            f"mamba_n_heads={heads} of mamba_d_head={size} have to make mamba_expand x hidden_size = {width}, and to "
+            f"be a multiple of mamba_n_groups={sizes.groups}"
+        )
+    return {"mamba": sizes, "linear_layers": linear}
+
+
 def set_sliding_window(config: ConfigReader) -> dict[str, Any]:
     """``sliding_window`` where config.json sets one; absent means none."""
     return sliding_window(config) if config.has("sliding_window") else {}
@@ -321,7 +424,7 @@ def layer_types(config: ConfigReader, known: Sequence[str] = (FULL, SLIDING)) ->
     layers, types = config.integer("num_hidden_layers"), config.items("layer_types")
     if len(types) != layers:
         raise MalformedConfig(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
-    types = [FULL if kind == "attention" else kind for kind in types]  # its earlier name
+    types = [_EARLIER_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     for number, kind in enumerate(types):
         if kind not in known:
             raise UnsupportedArchitecture(f"layer_types[{number}]={shown(kind)} is not one of {', '.join(known)}")

@@ -85,18 +85,16 @@ def training_flops(
 def token_flops(architecture: Architecture) -> float:
     """Forward FLOPs of one layer for one token, apart from the attention scores; the mean where layers differ.
 
-    A gated delta net has, beside its projections, a convolution with 2 x kernel FLOPs for each feature of queries, keys
-    and values, and in each value head a state of d_k x d_v numbers that a key reads, an outer product changes and a
-    query reads: 3 x 2 d_k d_v.  That is the recurrence, whatever a chunked form computes beside it.
+    Layers with a state in place of attention have, beside their projections, a convolution with 2 x kernel FLOPs for
+    each feature that it sees, and ``state_flops``: the recurrence, whatever a chunked form computes beside it.
     """
     a = architecture
     router = a.hidden_size * ((a.num_experts or 0) + (1 if a.shared_expert_gate else 0))
     routers = len(a.expert_layers) / a.num_layers
     mixers = 2.0 * a.all_attention_weights / a.num_layers
-    if a.delta_net is not None:
-        sizes, share = a.delta_net, len(a.linear_layers) / a.num_layers
-        recurrence = 6.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
-        mixers += share * (2.0 * sizes.kernel * sizes.convolved_size + recurrence)
+    if a.recurrent is not None:
+        share = len(a.linear_layers) / a.num_layers
+        mixers += share * (2.0 * a.recurrent.kernel * a.recurrent.convolved_size + a.recurrent.state_flops)
     return mixers + 2.0 * router * routers + mlp_flops(a)
 
 

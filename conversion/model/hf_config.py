@@ -95,6 +95,20 @@ def partial_rotary(config: ConfigReader, default: float = 1.0, *, scaled: bool =
     return {} if size == head else {"rotary_dim": size}
 
 
+def multipliers(config: ConfigReader) -> dict[str, Any]:
+    """Granite's factors: of embeddings, attention scores and what layers add, and what logits are divided by.
+
+    Raises:
+        UnsupportedArchitecture: one of them is no positive number.
+    """
+    return {
+        "embedding_scale": config.number("embedding_multiplier", 1.0),
+        "softmax_scale": config.number("attention_multiplier", 1.0),
+        "residual_multiplier": config.number("residual_multiplier", 1.0),
+        "logits_scaling": config.number("logits_scaling", 1.0),
+    }
+
+
 def layers_without_positions(config: ConfigReader) -> dict[str, Any]:
     """``unrotated_layers``: where no_rope_layers has 0; without it, every no_rope_layer_interval-th.
 

@@ -192,6 +192,10 @@ def cuts(
         yield Cut("tensor", tensor, "linear_num_key_heads", architecture.delta_net.key_heads)
         if context > 1:
             yield Cut("context", tensor * context, "linear_num_key_heads", architecture.delta_net.key_heads)
+    if architecture.mamba is not None:
+        yield Cut("tensor", tensor, "mamba_n_groups", architecture.mamba.groups)
+        if context > 1:
+            yield Cut("context", tensor * context, "mamba_n_heads", architecture.mamba.heads)
     yield Cut("tensor", tensor, "hidden_size", architecture.hidden_size)
     yield Cut("pipeline", pipeline, "num_hidden_layers", architecture.num_layers)
     yield Cut("virtual_pipeline", pipeline * virtual_pipeline, "num_hidden_layers", architecture.num_layers)
@@ -251,7 +255,7 @@ def _misfit(cut: Cut) -> str:
     if cut.dimension == "context":
         return (
             f"the model's {cut.what}={cut.size} is not divisible by TP x CP = {cut.parts}, and context-parallel ranks "
-            "share out the key heads of gated delta nets: change learner.context_parallel_size or "
+            "share out the heads of layers without attention: change learner.context_parallel_size or "
             "learner.tensor_model_parallel_size"
         )
     kind = cut.dimension if cut.dimension == "expert_tensor" else f"{cut.dimension}_model"

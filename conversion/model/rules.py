@@ -26,7 +26,8 @@ class Arrangement(Enum):
     """The same of attention with a gate, whose q has each head's queries over its gate: for each query group its R
     heads' queries, their gates, its key head, its value head."""
     KEY_HEADS = "key_heads"
-    """Interleaved: for each key head of a gated delta net its part of every tensor (or section), in turn."""
+    """Interleaved: for each key head of a gated delta net, or each group of Mamba-2, its part of every tensor (or
+    section), in turn."""
     GATE_UP = "gate_up"
     """gate over up; tensor parallelism splits each half by itself."""
 
@@ -86,7 +87,9 @@ SIZES = (
     "gate_up",
     "experts",
     "expert_ffn",
+    "expert_gate_up",
     "shared_ffn",
+    "shared_gate_up",
     "query_rank",
     "key_value_rank",
     "key_value_rank_and_rotated",
@@ -102,6 +105,12 @@ SIZES = (
     "linear_projected",
     "linear_rates",
     "linear_kernel",
+    "mamba_heads",
+    "mamba_value",
+    "mamba_group",
+    "mamba_convolved",
+    "mamba_projected",
+    "mamba_kernel",
     "index_query",
     "index_head_dim",
     "index_heads",
@@ -341,6 +350,47 @@ SPLIT_GATED_DELTA_NET: Rules = (
 )
 """``GATED_DELTA_NET`` whose projections are not interleaved on disk: q over k over v, and three tensors beside it."""
 
+_MAMBA = HF_LAYER + "mamba."
+_MAMBA_CONVOLVED = ("mamba_value", "mamba_group", "mamba_group")
+
+MAMBA: Rules = tuple(
+    replace(rule, layers=Layers.LINEAR)
+    for rule in (
+        Rule(
+            _DELTA + "in_proj.weight",
+            (_MAMBA + "in_proj.weight",),
+            (("mamba_projected", "hidden"),),
+            Arrangement.KEY_HEADS,
+            ("mamba_value", *_MAMBA_CONVOLVED, "mamba_heads"),
+            tp_dim=0,
+        ),
+        Rule(
+            _DELTA + "conv1d.weight",
+            (_MAMBA + "conv1d.weight",),
+            (("mamba_convolved", "one", "mamba_kernel"),),
+            Arrangement.KEY_HEADS,
+            _MAMBA_CONVOLVED,
+            tp_dim=0,
+        ),
+        Rule(
+            _DELTA + "conv1d.bias",
+            (_MAMBA + "conv1d.bias",),
+            (("mamba_convolved",),),
+            Arrangement.KEY_HEADS,
+            _MAMBA_CONVOLVED,
+            tp_dim=0,
+        ),
+        Rule(_DELTA + "dt_bias", (_MAMBA + "dt_bias",), (("mamba_heads",),), tp_dim=0),
+        Rule(_DELTA + "A_log", (_MAMBA + "A_log",), (("mamba_heads",),), tp_dim=0),
+        Rule(_DELTA + "D", (_MAMBA + "D",), (("mamba_heads",),), tp_dim=0),
+        Rule(_DELTA + "norm.weight", (_MAMBA + "norm.weight",), (("mamba_value",),), tp_dim=0),
+        Rule(_DELTA + "out_proj.weight", (_MAMBA + "out_proj.weight",), (("hidden", "mamba_value"),), tp_dim=1),
+    )
+)
+"""With ``Architecture.mamba``: what ``Architecture.linear_layers`` have in place of attention. On disk a projection's
+rows are gates over values, over what states are written by, over what they are read by, over steps; here each group has
+its own run of rows of every parameter."""
+
 SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn", Layers.DENSE)
 """The MLP of dense layers; beside ``EXPERTS`` where ``Architecture.dense_layers`` may name some."""
 
@@ -410,6 +460,54 @@ STACKED_EXPERTS: Rules = (
     Rule(_LOCAL + "linear_fc2.bias", (_STACKED + "down_proj_bias[{expert}]",), (("hidden",),), layers=Layers.EXPERTS),
 )
 """In place of ``EXPERTS``, with ``Architecture.linear_bias``: all experts of a layer in one tensor, see ``stacked``."""
+
+_GRANITE, _SHARED_MLP = HF_LAYER + "block_sparse_moe.", HF_LAYER + "shared_mlp."
+
+ROW_STACKED_EXPERTS: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.router.weight",
+        (_GRANITE + "router.layer.weight",),
+        (("experts", "hidden"),),
+        layers=Layers.EXPERTS,
+    ),
+    Rule(
+        _LOCAL + "linear_fc1.weight",
+        (_GRANITE + "input_linear.weight[{expert}, :]",),
+        (("expert_gate_up", "hidden"),),
+        Arrangement.GATE_UP,
+        ("expert_ffn", "expert_ffn"),
+        tp_dim=0,
+        layers=Layers.EXPERTS,
+    ),
+    Rule(
+        _LOCAL + "linear_fc2.weight",
+        (_GRANITE + "output_linear.weight[{expert}, :]",),
+        (("hidden", "expert_ffn"),),
+        tp_dim=1,
+        layers=Layers.EXPERTS,
+    ),
+)
+"""In place of ``EXPERTS``, in Granite: all experts of a layer in one tensor, gate over up."""
+
+FUSED_SHARED_EXPERT: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.shared_experts.linear_fc1.weight",
+        (_SHARED_MLP + "input_linear.weight",),
+        (("shared_gate_up", "hidden"),),
+        Arrangement.GATE_UP,
+        ("shared_ffn", "shared_ffn"),
+        tp_dim=0,
+        layers=Layers.EXPERTS,
+    ),
+    Rule(
+        MCORE_LAYER + "mlp.shared_experts.linear_fc2.weight",
+        (_SHARED_MLP + "output_linear.weight",),
+        (("hidden", "shared_ffn"),),
+        tp_dim=1,
+        layers=Layers.EXPERTS,
+    ),
+)
+"""Beside ``ROW_STACKED_EXPERTS``, in place of ``SHARED_EXPERT``: gate and up are one tensor on disk."""
 
 ROUTER_BIAS: Rules = (
     Rule(

@@ -2,8 +2,9 @@
 
 gpt-oss stores a matrix of all experts of a layer as one tensor [experts, in, out], in which the columns of gate and up
 take turns.  A rule calls the part of an expert what numpy would, ``mlp.experts.gate_up_proj[3, 0::2]``: every second
-output feature of expert 3.  The part itself is [out, in] like any other matrix, so that the weight map knows nothing of
-stacks; those who read and write tensors do.
+output feature of expert 3.  Granite stores them as [experts, out, in], and ``input_linear.weight[3, :]`` is all of
+expert 3.  The part itself is [out, in] like any other matrix, so that the weight map knows nothing of stacks; those who
+read and write tensors do.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PART = re.compile(r"(?P<tensor>[^\[]+)\[(?P<index>[^,\]]+)(?:, (?P<start>\d+)::(?P<step>\d+))?\]")
+_PART = re.compile(r"(?P<tensor>[^\[]+)\[(?P<index>[^,\]]+)(?:, (?:(?P<start>\d+)::(?P<step>\d+)|(?P<whole>:)))?\]")
 
 
 @dataclass(frozen=True)
 class StackPart:
-    """Every ``step``-th output feature from ``start`` on of element ``index`` of ``tensor``."""
+    """Every ``step``-th output feature from ``start`` on of element ``index`` of ``tensor``.
+
+    Output features are an element's columns, or, with ``in_rows``, its rows, all of which are then one part.
+    """
 
     tensor: str
     index: int
     start: int = 0
     step: int = 1
+    in_rows: bool = False
 
     def shape(self, stack: tuple[int, ...]) -> tuple[int, ...]:
         """Of the part of a tensor of shape ``stack``."""
+        if self.in_rows:
+            return stack[1:]
         return (len(range(self.start, stack[-1], self.step)), *stack[1:-1])
 
     def of(self, element: Tensor) -> Tensor:
-        """View of the part in element ``index``, which is [in, out] or, of a bias, [out]."""
-        return element.movedim(-1, 0)[self.start :: self.step]
+        """View of the part in element ``index``, which is [in, out], [out, in] or, of a bias, [out]."""
+        return element if self.in_rows else element.movedim(-1, 0)[self.start :: self.step]
 
 
 def part_of(name: str) -> StackPart | None:
@@ -42,7 +49,8 @@ def part_of(name: str) -> StackPart | None:
     result = _PART.fullmatch(name)
     if result is None:
         return None
-    return StackPart(result["tensor"], int(result["index"]), int(result["start"] or 0), int(result["step"] or 1))
+    start, step = int(result["start"] or 0), int(result["step"] or 1)
+    return StackPart(result["tensor"], int(result["index"]), start, step, in_rows=result["whole"] is not None)
 
 
 def tensor_of(name: str) -> str:
@@ -62,7 +70,8 @@ def stacked_shapes(parts: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tu
             continue
         if part.index == 0:
             rows[part.tensor] = rows.get(part.tensor, 0) + shape[0]
-        shapes[part.tensor] = (part.index + 1, *shape[1:], rows[part.tensor])
+        element = (rows[part.tensor], *shape[1:])
+        shapes[part.tensor] = (part.index + 1, *(element if part.in_rows else (*element[1:], element[0])))
     return shapes
 
 

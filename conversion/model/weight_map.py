@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from conversion.model.architecture import Architecture
-from conversion.model.attention_config import DeltaNetSizes, IndexerSizes
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, MambaSizes
 from conversion.model.mapping import Mapping, WeightMapError
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import stacked_shapes, tensor_of
@@ -152,8 +152,8 @@ class WeightMap:
         padding = self.padded_vocab_size - self.architecture.vocab_size
         groups, number = self.architecture.num_query_groups, layer if predictor is None else predictor
         if rule.arrangement is Arrangement.KEY_HEADS:
-            assert self.architecture.delta_net is not None
-            groups = self.architecture.delta_net.key_heads
+            delta_net, mamba = self.architecture.delta_net, self.architecture.mamba
+            groups = delta_net.key_heads if delta_net else mamba.groups if mamba else 1
         return Mapping(
             mcore_name=rule.mcore.format(layer=number, expert=expert),
             hf_names=tuple(
@@ -176,6 +176,7 @@ class WeightMap:
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:
     delta = architecture.delta_net or DeltaNetSizes(0, 0, 0, 0, 0)
+    mamba = architecture.mamba or MambaSizes(0, 0, 0, 0, 0)
     indexer = architecture.indexer or IndexerSizes(0, 0, 0)
     values = (
         1,
@@ -190,7 +191,9 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         2 * architecture.ffn_hidden_size,
         architecture.num_experts or 0,
         architecture.moe_ffn_hidden_size or 0,
+        2 * (architecture.moe_ffn_hidden_size or 0),
         architecture.shared_expert_ffn_hidden_size or 0,
+        2 * (architecture.shared_expert_ffn_hidden_size or 0),
         architecture.query_rank,
         architecture.latent.key_value_rank if architecture.latent else 0,
         architecture.cached_size,
@@ -206,6 +209,12 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         delta.convolved_size + delta.value_size,
         2 * delta.value_heads,
         delta.kernel,
+        mamba.heads,
+        mamba.value_size,
+        mamba.group_size,
+        mamba.convolved_size,
+        mamba.convolved_size + mamba.value_size + mamba.heads,
+        mamba.kernel,
         indexer.query_size,
         indexer.head_dim,
         indexer.heads,

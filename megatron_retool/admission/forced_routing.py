@@ -67,9 +67,11 @@ def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterato
     def force(router: Any, layer: int) -> None:
         seen, plain = 0, router.forward
 
-        def forward(hidden: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(hidden: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
             nonlocal seen
-            logits, gates, chosen = plain(hidden, *bias)  # MiniMax's takes its bias as an argument
+            answer = plain(hidden, *bias)  # MiniMax's takes its bias as an argument
+            backwards = not answer[0].is_floating_point()  # Granite's returns the experts first
+            logits, gates, chosen = reversed(answer) if backwards else answer
             own[layer].append(chosen)
             if rows is not None:
                 mine = rows[seen : seen + len(chosen)]
@@ -77,11 +79,14 @@ def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterato
                 known = torch.from_numpy(~is_missing(mine))[:, None]
                 chosen = torch.where(known, torch.from_numpy(mine[:, layer].astype(np.int64)), chosen)
                 gates = forced_gates(architecture, logits, chosen).to(gates.dtype)
-            return logits, gates, chosen
+            return (chosen, gates, logits) if backwards else (logits, gates, chosen)
 
         router.forward = forward
 
-    result = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    blocks = [
+        getattr(layer, "block_sparse_moe" if not hasattr(layer, "mlp") else "mlp") for layer in model.model.layers
+    ]
+    result = (getattr(block, "gate", getattr(block, "router", None)) for block in blocks)
     routers = [router for router in result if router is not None]
     for layer, router in enumerate(routers):
         own.append([])

@@ -120,7 +120,7 @@ def _judged(case: Case, architecture: Architecture) -> Case:
     elif SHARE in case.settings and architecture.indexer is not None:
         reason = "prefixes are not shared under sparse attention"
     elif SHARE in case.settings and architecture.linear_layers:
-        reason = "prefixes are not shared in gated delta nets"
+        reason = "prefixes are not shared in layers with a state"
     else:
         try:
             learner_config(case).layout(architecture)

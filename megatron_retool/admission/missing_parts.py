@@ -24,10 +24,6 @@ _BY_KEY: tuple[tuple[str, str], ...] = (
     ("final_logit_softcapping", "soft-capped logits"),
     ("attn_logit_softcapping", "soft-capped attention scores"),
     ("logit_scale", "scaled logits"),
-    ("logits_scaling", "scaled logits"),
-    ("residual_multiplier", "scaled residuals"),
-    ("embedding_multiplier", "scaled embeddings"),
-    ("attention_multiplier", "a softmax scale of its own"),
     ("query_pre_attn_scalar", "a softmax scale of its own"),
     ("alibi", "ALiBi positions"),
     ("parallel_residual", "attention and MLP side by side"),
@@ -76,9 +72,10 @@ _HARMLESS = frozenset(
         "router_aux_loss_coef",
     )
     + ("output_router_logits", "tie_word_embeddings", "dtype", "chunk_size_feed_forward", "mrope_section")
+    + ("mamba_chunk_size",)
 )
 """Keys that modelling code reads and that no text's log-probs depend on: dropout and noise of training, the loss of
-routers' balance, and sections of positions, which are the same for a text."""
+routers' balance, sections of positions, which are the same for a text, and how much is computed at once."""
 
 
 def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[str]:

@@ -157,6 +157,19 @@ transformers' own is float32 whatever the model is, and where decays are fast it
 rule off by 7e-6, the learner's by 1e-7). A tiny model begins with slower decays than a new one of transformers, with
 which float32 of either is off by 4e-5.
 
+Granite 3 (`granite`, and `granitemoe` with experts) and Granite 4 (`granitemoehybrid`) multiply embeddings, attention
+scores and what layers add, and divide logits, by factors of config.json. Granite 4's h models (350M, 1B, Micro, Tiny,
+Small) have Mamba-2 in most layers; the others have attention in all. Mamba-2 trains as gated delta nets do: in
+Megatron-Core's local layers, in torch alone, over packed sequences that each begin with an empty state. Context
+parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_heads`; all heads share one group of
+vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
+models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
+parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
+each group. Transformer Engine's layers, shared prefixes and `learner.match_engine=exact` are refused by name. SGLang
+computes Mamba-2 with kernels that need a GPU: a run on a CPU takes `rollout.engine.backend=transformers`. Experts lie
+in one tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are
+refused for them. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
+
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model
 (`qwen3_5_text`, `qwen3_5_moe_text`, `qwen3`, `qwen3_moe`, `gemma3_text`, `mistral`, `ministral3`), as which SGLang
@@ -167,7 +180,7 @@ _MISSING = """\
 ## What has no family yet
 
 A model is refused by the names of the parts that the learner lacks, such as soft-capped logits (Gemma 2), a vision
-tower or a state space. Parts that show in no tensor are found in transformers' source of the model, which is read and
+tower or an encoder. Parts that show in no tensor are found in transformers' source of the model, which is read and
 not run: keys of config.json that it reads and no family here does, and functions that no family here has. A family like
 Llama takes one file: [extending.md](extending.md).
 """

@@ -13,7 +13,7 @@ from conversion.files.dist_metadata import load_arrays
 from conversion.model.architecture import Architecture
 from megatron_retool.admission import forced_routing
 from megatron_retool.admission.layouts import Case, learner_config
-from megatron_retool.admission.recurrent_delta_rule import recurrent
+from megatron_retool.admission.recurrences import recurrent
 from megatron_retool.admission.tiny_model import (
     converted,
     hf_log_probs,

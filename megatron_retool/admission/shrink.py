@@ -24,6 +24,7 @@ _SIZES: dict[str, int] = {
     "intermediate_size": FFN,
     "moe_intermediate_size": EXPERT_FFN,
     "shared_expert_intermediate_size": SHARED_FFN,
+    "shared_intermediate_size": SHARED_FFN,
     "num_attention_heads": HEADS,
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
@@ -37,13 +38,16 @@ _SIZES: dict[str, int] = {
     "linear_num_value_heads": 2 * HEADS,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "mamba_n_heads": 2 * HEADS,
+    "mamba_d_head": HIDDEN // HEADS,
+    "mamba_d_state": 12,
     "index_n_heads": INDEX_HEADS,
     "index_head_dim": 12,
     "index_topk": WINDOW,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": POSITIONS,
 }
-"""Sizes that every model of a family may have; a key that config.json lacks stays absent."""
+"""Sizes that every model of a family may have; a key that config.json lacks, or where it has 0, stays as it is."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -52,7 +56,7 @@ def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
     Grouped queries stay grouped, a head size of its own stays one, a window stays a window. What is no size is kept.
     """
-    small = {**hf_config, **{key: size for key, size in _SIZES.items() if hf_config.get(key) is not None}}
+    small = {**hf_config, **{key: size for key, size in _SIZES.items() if hf_config.get(key)}}
     heads = hf_config.get("num_attention_heads")
     groups = hf_config.get("num_key_value_heads")
     if heads and groups:

@@ -15,9 +15,10 @@ from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, index_pair_flops, pair_flops
+from conversion.model.layout import cuts
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.outcome import AdmissionVerdict, Check, judged
-from megatron_retool.admission.recurrent_delta_rule import recurrent
+from megatron_retool.admission.recurrences import recurrent
 from megatron_retool.admission.tiny_model import converted
 from megatron_retool.planning.memory import parameter_count
 from sglang_rollout.agent.tool_call_formats import formats
@@ -39,9 +40,10 @@ def tensor_names(architecture: Architecture, directory: Path) -> Check:
 
 
 def round_trip(architecture: Architecture, directory: Path, families: tuple[str, ...]) -> Check:
-    """To Megatron-Core, laid out for TP and PP, and back: the same bits."""
+    """To Megatron-Core, laid out for PP and, where it divides the model, TP, and back: the same bits."""
     expert = 2 if architecture.is_moe else 1
-    layout = TargetLayout(tp=2, pp=2, ep=expert)
+    tensor = 2 if all(cut.fits for cut in cuts(architecture, tensor=2)) else 1
+    layout = TargetLayout(tp=tensor, pp=2, ep=expert)
     there, back = converted(directory), directory.with_name(f"{directory.name}_back")
     convert(directory, there, layout=layout, families=families, workers=1, require_tokenizer=False)
     export(there, back, families=families, workers=1, require_tokenizer=False)

@@ -50,7 +50,7 @@ def gated_delta_rule(
     query, key = _unit(query) * key_dim**-0.5, _unit(key)
     log_decay, beta = chunks(log_decay.unsqueeze(-1)).squeeze(-1), chunks(beta.unsqueeze(-1))
 
-    between = _decays(log_decay)
+    between = decays(log_decay)
     since_start = log_decay.cumsum(-1).exp().unsqueeze(-1)
     until_end = between[..., -1, :].unsqueeze(-1)
     transposed = key.transpose(-1, -2)
@@ -79,7 +79,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
 
-def _decays(log_decay: Tensor) -> Tensor:
+def decays(log_decay: Tensor) -> Tensor:
     """[..., C] -> [..., C, C]: the decay from token j (column) to token i (row), 0 where j comes later.
 
     Sums over (j, i] are added up one by one: a difference of two sums from the chunk's start would lose the digits of

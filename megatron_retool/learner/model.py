@@ -233,8 +233,7 @@ class PolicyModel(PackedModel):
         With ``logits``: this TP rank's float32 [n, V / TP] instead; with ``hidden_states``: what the head reads,
         [n, h]. ``teacher``, where it is given, gets the divergence of the policy from it.
         """
-        group = self.pg_collection.tp
-        selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
+        selected = self._read_by_head(hidden, micro_batch.head_positions)
         if hidden_states:
             return selected
         if self.before_head is not None:
@@ -249,7 +248,7 @@ class PolicyModel(PackedModel):
             weight,
             micro_batch.targets,
             vocab_size=self.architecture.vocab_size,
-            group=group,
+            group=self.pg_collection.tp,
             temperature=temperature,
             sampling=sampling,
             chunk_tokens=chunk_tokens,
@@ -277,7 +276,7 @@ class PolicyModel(PackedModel):
         **_: Any,
     ) -> list[tuple[Tensor, Tensor]]:
         """What each layer for multi-token prediction says of its targets; see ``PredictionLoss.note``."""
-        group, weight = self.pg_collection.tp, self.head_weight()
+        weight = self.head_weight()
         main_grad = getattr(weight, "main_grad", None)
         if self.config.mtp_detach_heads:
             # Of no input Megatron's recomputation would take a gradient.
@@ -293,19 +292,25 @@ class PolicyModel(PackedModel):
                 packed_seq_params=packed,
                 embedding=self._embed,
             )
-            selected = head_hidden_states(hidden, prediction.head_positions, self.config.sequence_parallel, group)
+            selected = self._read_by_head(hidden, prediction.head_positions)
             log_probs, _entropy, best, _divergence = token_scores(
                 selected,
                 weight,
                 prediction.targets,
                 vocab_size=self.architecture.vocab_size,
-                group=group,
+                group=self.pg_collection.tp,
                 chunk_tokens=chunk_tokens,
                 fp32_head=fp32_head,
                 main_grad=main_grad,
             )
             result.append((log_probs, best))
         return result
+
+    def _read_by_head(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [n, h] of ``positions``, divided by what the model divides its logits by."""
+        selected = head_hidden_states(hidden, positions, self.config.sequence_parallel, self.pg_collection.tp)
+        scaling = self.architecture.logits_scaling
+        return selected if scaling == 1.0 else selected / scaling
 
     def own_head_weight(self) -> Parameter | None:
         """The output layer's weight on the last stage, which ``_head`` multiplies by itself."""

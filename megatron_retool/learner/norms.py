@@ -104,7 +104,7 @@ def place_norms(layer: Any, architecture: Architecture, engine: bool) -> None:
     """
     attention = layer.self_attention.submodules
     if architecture.linear_layers and (architecture.qk_norm_full_width or architecture.post_norm):
-        raise InputError("norms over all heads, and norms after attention, are missing beside gated delta nets")
+        raise InputError("norms over all heads, and norms after attention, are missing beside layers without attention")
     if architecture.qk_norm_full_width:
         if architecture.zero_centered_norm:
             raise InputError("a zero-centered norm over all heads together is missing")

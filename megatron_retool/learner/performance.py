@@ -49,8 +49,8 @@ def check_performance(
         raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")
     if (architecture.linear_layers or architecture.attention_gate) and acceleration.transformer_engine:
         raise ConfigError(
-            f"this {architecture.family} model has gated delta nets and gated attention, which were never tried beside "
-            "Transformer Engine's layers: train it where Transformer Engine is not installed"
+            f"this {architecture.family} model has layers without attention, or gated attention, which were never "
+            "tried beside Transformer Engine's layers: train it where Transformer Engine is not installed"
         )
     if learner.share_prefixes and architecture.indexer is not None:
         raise ConfigError(
@@ -59,8 +59,8 @@ def check_performance(
         )
     if learner.share_prefixes and architecture.linear_layers:
         raise ConfigError(
-            "learner.share_prefixes=true does not go with this model's gated delta nets, whose state would have to "
-            "branch where a common prefix ends: set it to false"
+            "learner.share_prefixes=true does not go with this model's layers without attention, whose state would "
+            "have to branch where a common prefix ends: set it to false"
         )
     if learner.share_prefixes and architecture.sliding_window is not None:
         raise ConfigError(

@@ -101,7 +101,7 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
         if prepared or architecture.unrotated_layers:
             raise InputError("positions that differ by layer are missing beside queries that are prepared for them")
         if architecture.linear_layers or architecture.attention_gate:
-            raise InputError("positions that differ by layer are missing beside gated delta nets and gated attention")
+            raise InputError("positions that differ by layer are missing beside gated attention and layers without any")
         layer.self_attention.module = MixedSelfAttention
         layer.self_attention.params = {
             **layer.self_attention.params,

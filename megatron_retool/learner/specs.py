@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -28,6 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
@@ -37,6 +40,7 @@ from megatron_retool.learner.attention import PackedAttention, RMSNorm, SwiGLUML
 from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
+from megatron_retool.learner.mamba import Mamba2
 from megatron_retool.learner.multi_token_prediction import PackedPredictor
 from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.performance import layer_options, pipeline_options
@@ -171,6 +175,7 @@ def block_spec(
     for spec in specs.values():
         place_norms(spec.submodules, architecture, engine)
         place_positions(spec.submodules, architecture)
+        place_residual(spec.submodules, architecture)
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if engine else RMSNorm
     )
@@ -184,6 +189,7 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
     layer = _engine_layer(config, experts, False) if engine else _local_layer(architecture, config, experts, True)
     place_norms(layer.submodules, architecture, engine)
     place_positions(layer.submodules, architecture)
+    place_residual(layer.submodules, architecture)
     norm = TENorm if engine else RMSNorm
     predictor = ModuleSpec(
         PackedPredictor,
@@ -198,6 +204,25 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
     )
     layers = MultiTokenPredictionBlockSubmodules(layer_specs=[predictor] * architecture.predictors)
     return ModuleSpec(MultiTokenPredictionBlock, submodules=layers)
+
+
+def place_residual(layer: Any, architecture: Architecture) -> None:
+    """Have a layer multiply what attention and the MLP add to the residual stream, where the model does."""
+    if architecture.residual_multiplier == 1.0:
+        return
+
+    def add_multiplied(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def added(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+            output, bias = output_with_bias
+            output = (output if bias is None else output + bias) * architecture.residual_multiplier
+            result: Tensor = add((output, None), residual, probability)
+            return result
+
+        return added
+
+    layer.self_attn_bda = layer.mlp_bda = add_multiplied
 
 
 def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool) -> ModuleSpec:
@@ -234,7 +259,8 @@ def _local_layer(
         params |= {"indexer": architecture.indexer, "shared_choices": architecture.shared_choices}
         spec.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
     if not has_attention:
-        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"sizes": architecture.delta_net})
+        module = GatedDeltaNet if architecture.delta_net is not None else Mamba2
+        spec.submodules.self_attention = ModuleSpec(module, params={"sizes": architecture.recurrent})
     if architecture.latent is not None or not has_attention:
         # There is no linear_qkv that the norm could be a part of.
         del spec.submodules.sharded_state_dict_keys_map["input_layernorm."]

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import MambaSizes
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from megatron_retool.config import LearnerConfig, RecomputeConfig
 
 PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DELTA_CHUNK = 64
-"""Tokens of a chunk of ``learner.delta_rule``."""
+"""Tokens of a chunk of ``learner.delta_rule`` and ``learner.state_space``."""
 
 
 def layer_activations(
@@ -47,7 +48,7 @@ def layer_activations(
         chosen keys  no such layers                           t CP t w                   mask of the pairs of a text as
                                                                                          long as the micro-batch
                                                                                          (DeepSeek-V3.2)
-        delta net    no such layers                           see ``_delta_net``         in place of attention and query
+        state        no such layers                           see ``_delta_net``, ``_mamba``, in place of attention
                                                                                          norm (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
         experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
@@ -74,7 +75,8 @@ def layer_activations(
     if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
         parts["chosen keys"] = tokens * layout.context * tokens * width
     if linear:
-        parts["attention"] = _delta_net(a, tokens, width) / tp
+        state = _mamba(a.mamba, width) if a.mamba is not None else _delta_net(a, width)
+        parts["attention"] = tokens * state / tp
     elif a.qk_norm:
         parts["query_norm"] = tokens * (query + key_value) * (width if fused and not a.qk_norm_full_width else 8) / tp
     widths = 3 if fused and a.activation == "silu" else 4
@@ -92,8 +94,8 @@ def layer_activations(
     return parts
 
 
-def _delta_net(architecture: Architecture, tokens: float, width: int) -> float:
-    """Bytes that a gated delta net keeps on all tensor-parallel ranks.
+def _delta_net(architecture: Architecture, width: int) -> float:
+    """Bytes of a token that a gated delta net keeps on all tensor-parallel ranks.
 
     Of q, c, v features of queries, of all that is convolved and of values, H value heads and K key heads, chunks of C
     tokens: in the model's dtype 3 c + v (around the convolution, and the output projection's input); in float32
@@ -107,7 +109,22 @@ def _delta_net(architecture: Architecture, tokens: float, width: int) -> float:
     pairs = DELTA_CHUNK * (4 * heads + 2 * sizes.key_heads)
     states = keys * sizes.value_dim / DELTA_CHUNK
     own = width * (3 * sizes.convolved_size + sizes.value_size)
-    return tokens * (own + 4 * (single + pairs + states))
+    return own + 4 * (single + pairs + states)
+
+
+def _mamba(sizes: MambaSizes, width: int) -> float:
+    """Bytes of a token that Mamba-2 keeps on all tensor-parallel ranks.
+
+    Of v features of values, g of what states are written by and of what they are read by, c of all that is convolved,
+    H heads with N x P numbers of state, G groups, chunks of C tokens: in the model's dtype 3 c + v (around the
+    convolution, and the output projection's input); in float32 9 v (values as they are and by their steps, what states
+    say, norm and gate), 3 g, C (2 H + G) (matrices of token pairs in a chunk), 2 H N (each head's copies of what its
+    state is written and read by), v N / C (states).
+    """
+    single = 9 * sizes.value_size + 3 * sizes.group_size + 2 * sizes.heads * sizes.state_dim
+    pairs = DELTA_CHUNK * (2 * sizes.heads + sizes.groups)
+    own = width * (3 * sizes.convolved_size + sizes.value_size)
+    return own + 4 * (single + pairs + sizes.state_size / DELTA_CHUNK)
 
 
 def _kept_by_layer(

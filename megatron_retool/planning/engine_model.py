@@ -189,13 +189,13 @@ class EngineModel:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Of a trajectory that is decoded, on the whole engine: states of gated delta nets in float32, and the
-        convolutions' last inputs."""
-        a, sizes = self.architecture, self.architecture.delta_net
+        """Of a trajectory that is decoded, on the whole engine: states of layers without attention in float32, and
+        the convolutions' last inputs."""
+        a, sizes = self.architecture, self.architecture.recurrent
         if sizes is None:
             return 0.0
-        state = 4.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
-        return len(a.linear_layers) * (state + (sizes.kernel - 1) * sizes.convolved_size * self.kv_bytes_per_element)
+        cached = 4.0 * sizes.state_size
+        return len(a.linear_layers) * (cached + (sizes.kernel - 1) * sizes.convolved_size * self.kv_bytes_per_element)
 
     @cached_property
     def cache_tokens(self) -> float:

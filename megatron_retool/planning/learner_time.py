@@ -159,9 +159,8 @@ def learner_time(
         bytes_per_token = keys_and_values / tp * width * others
         shown = a.attention_layers / a.num_layers * (1 - assumptions.hidden_context_exchange)
         context_exchange = seconds(bytes_per_token, tp * cp) * shown
-        if a.delta_net is not None:  # what is convolved, decays and rates to the ranks of the heads, and values back
-            net = a.delta_net
-            exchanged = net.convolved_size + 2 * net.value_heads + net.value_size
+        if a.recurrent is not None:  # what is convolved, decays and rates to the ranks of the heads, and values back
+            exchanged = a.recurrent.convolved_size + a.recurrent.rates + a.recurrent.value_size
             share = len(a.linear_layers) / a.num_layers
             context_exchange += seconds(exchanged / tp * width * share_of_others, tp * cp, share)
     if ep > 1:

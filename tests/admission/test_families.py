@@ -10,6 +10,7 @@ import pytest
 from conversion.model.family import built_in_families
 from megatron_retool.admission.admit import examine
 from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
+from megatron_retool.admission.layouts import FEW
 from megatron_retool.admission.outcome import Admission, AdmissionVerdict
 from megatron_retool.admission.requests import Request, one_of_each_family
 from megatron_retool.planning.models import model_of_each_family
@@ -17,7 +18,9 @@ from tests.admission.variants import VARIANTS
 
 SPARSE = {"deepseek_v32", "glm_moe_dsa", "glm-5 with shared keys"}
 LATENT = {*SPARSE, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}
-GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2"}
+MAMBA = {"granitemoehybrid", "granite-4.0-h-tiny"}
+"""With one group of heads, which tensor parallelism cannot split."""
+GPU_ALONE = {*LATENT, *MAMBA, "gpt_oss", "minimax_m2"}
 """What SGLang does not serve on a CPU."""
 UNSERVED = {"dense layers among experts"}
 """What it serves nowhere."""
@@ -25,7 +28,9 @@ UNSERVED = {"dense layers among experts"}
 
 @pytest.fixture(scope="module")
 def admissions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Admission]:
-    variants = [Request(name, config) for name, config in VARIANTS.items()]
+    variants = [
+        Request(name, config, names=(*FEW, "ep2") if name in MAMBA else FEW) for name, config in VARIANTS.items()
+    ]
     found = examine([*one_of_each_family(), *variants], tmp_path_factory.mktemp("admission"))
     return {admission.model if admission.model in VARIANTS else admission.family: admission for admission in found}
 
@@ -40,10 +45,11 @@ def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     admission = admissions[name]
     assert [(check.name, check.reason) for check in admission.failures] == []
     passed = {check.name for check in admission.checks if check.verdict is AdmissionVerdict.PASS}
-    assert {"round trip", "one process", "tp2 sp", "pp2", "cp2"} <= passed
+    assert {"round trip", "one process", "pp2", "cp2"} <= passed
+    assert ("tp2 sp" in passed) == (name not in MAMBA)
     assert "unpacked, recompute" in passed or {"unpacked", "recompute"} <= passed
     assert {"parameters", "FLOPs", "names and shapes"} <= passed
-    assert ("ep2 tp2" in passed) == ("routing replay" in passed)
+    assert (("ep2" if name in MAMBA else "ep2 tp2") in passed) == ("routing replay" in passed)
     sglang = importlib.util.find_spec("sglang") is not None
     assert (PARAMETERS in passed) == (sglang and name not in UNSERVED)
     assert (LOG_PROBS in passed) == (sglang and name not in GPU_ALONE | UNSERVED)

@@ -61,7 +61,7 @@ def test_a_newcomer_whose_parts_are_all_there(tmp_path: Path) -> None:
         ("llama4_text", {"attn_temperature_tuning": True}, "queries scaled by their position"),
         ("hy_v3", {}, "router_scaling_factor=2.826, which no family here reads"),
         ("exaone4", {}, "transformers' Attention.forward, Model.forward, unlike those of every family here"),
-        ("granite", {"residual_multiplier": 0.22}, "scaled residuals"),
+        ("cohere", {}, "scaled logits"),
         ("arcee", {}, "transformers' MLP.forward, unlike those of every family here"),
     ],
 )
@@ -70,7 +70,7 @@ def test_parts_that_show_in_no_tensor(model_type: str, more: dict[str, object], 
 
 
 def test_a_key_with_the_value_of_an_absent_part_is_not_named() -> None:
-    assert "scaled residuals" not in missing_parts({**GLM4, "model_type": "granite", "residual_multiplier": 1.0}, [])
+    assert "scaled logits" not in missing_parts({**GLM4, "model_type": "cohere", "logit_scale": 1.0}, [])
 
 
 @pytest.mark.parametrize("name", MODELS)

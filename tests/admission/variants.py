@@ -47,6 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm-5 with shared keys": {**MODELS["glm-5"], "indexer_types": ["full", "shared"] * 39},
     "kimi-k2": MODELS["kimi-k2"],
     "mimo-7b": MODELS["mimo-7b"],
+    "granite-4.0-micro": MODELS["granite-4.0-micro"],
+    "granite-4.0-h-tiny": MODELS["granite-4.0-h-tiny"],
     "longrope": PHI_3_5_MINI,
     "longrope on a part of each head": PHI_4_MINI,
     "longrope's long factors": LONG_TEXTS,

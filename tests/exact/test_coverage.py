@@ -28,7 +28,13 @@ def test_a_models_operators(model: str, absent: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "missing"), [("gpt-oss-20b", "attention sinks"), ("deepseek-v3.2", "sparse attention")]
+    ("model", "missing"),
+    [
+        ("gpt-oss-20b", "attention sinks"),
+        ("deepseek-v3.2", "sparse attention"),
+        ("granite-4.0-h-micro", "Mamba-2"),
+        ("granite-3.2-2b", "residual_multiplier"),
+    ],
 )
 def test_what_is_missing_is_said(model: str, missing: str) -> None:
     assert missing in missing_operators(Architecture.from_hf_config(MODELS[model]), gpu=False)

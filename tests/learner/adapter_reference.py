@@ -14,7 +14,7 @@ from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.mapping import merge, shard
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.recurrent_delta_rule import recurrent
+from megatron_retool.admission.recurrences import recurrent
 from megatron_retool.admission.requests import Request, shrunk_config
 from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, random_model, stored_weights
 from megatron_retool.config import LoraConfig
@@ -25,7 +25,7 @@ from tests.learner.tiny_models import hf_model
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 SETTINGS = LoraConfig(rank=4, alpha=8.0, seed=3)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
-SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2, "qwen3_next": 4, "qwen3_5_text": 4}
+SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2, "granitemoehybrid": 4, "qwen3_next": 4, "qwen3_5_text": 4}
 """Families whose model is that of the admission with so many layers."""
 Tensors = dict[str, torch.Tensor]
 

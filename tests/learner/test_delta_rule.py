@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_retool.admission.recurrent_delta_rule import delta_rule
+from megatron_retool.admission.recurrences import delta_rule
 from megatron_retool.learner.delta_rule import CHUNK, gated_delta_rule
 from megatron_retool.planning.activations import DELTA_CHUNK
 

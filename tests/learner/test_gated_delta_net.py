@@ -168,12 +168,12 @@ def test_they_are_split_by_heads(tmp_path: Path) -> None:
 def test_a_convolution_sees_its_own_sequence_alone() -> None:
     cpu.install()
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.gated_delta_net import CausalConvolution
+    from megatron_retool.learner.recurrent import CausalConvolution
 
     parallel.initialize(ParallelLayout.of_ranks(1), torch.device("cpu"), 0)
     settings: Any = SimpleNamespace(params_dtype=torch.float32)
     convolution, x = CausalConvolution(settings, 5, 4), torch.randn(2, 7, 5)
-    found, weight = convolution(x), convolution.weight
+    found, weight = convolution(x, convolution.weight), convolution.weight
     assert found.shape == x.shape
     for token in range(7):
         seen = range(max(0, token - 3), token + 1)

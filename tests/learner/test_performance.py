@@ -49,7 +49,7 @@ def check(
         ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* only on a CPU: train it on a host without"),
         ({}, {}, {"model": SINKS, "machine": BARE_H200}, "attention sinks and biased experts"),
         ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
-        ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which were never tried beside"),
+        ({}, {}, {"model": LINEAR}, "layers without attention, or gated attention, which were never"),
         ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "does not go with this model's gated delta"),
         ({"share_prefixes": True}, {}, {"model": SPARSE, "machine": CPU}, "does not go with this model's sparse atte"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from conversion import hf_to_mcore, mcore_to_hf
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
-from conversion.model.attention_config import normalise_latents
+from conversion.model.attention_config import MambaSizes, normalise_latents
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
 from conversion.model.weight_map import WeightMap
@@ -654,6 +654,49 @@ def test_latents_are_normalised_with_rms_norm_eps() -> None:
     assert attention.kv_a_layernorm.variance_epsilon == 1e-6, "transformers follows config.json: remove the repair"
     assert normalise_latents(model) is model
     assert attention.kv_a_layernorm.variance_epsilon == attention.q_a_layernorm.variance_epsilon == 1e-5
+
+
+def test_granite() -> None:
+    dense = Architecture.from_hf_config({**LLAMA, "model_type": "granite", "residual_multiplier": 0.22})
+    assert (dense.residual_multiplier, dense.logits_scaling, dense.embedding_scale) == (0.22, 1.0, 1.0)
+    assert dense.softmax_scale == 1.0, "transformers' default, whatever a head's size is"
+    hybrid = Architecture.from_hf_config(MODELS["granite-4.0-h-micro"])
+    assert hybrid.recurrent == hybrid.mamba == MambaSizes(heads=64, head_dim=64, groups=1, state_dim=128, kernel=4)
+    assert set(range(40)) - {*hybrid.linear_layers} == {5, 15, 25, 35} and len(hybrid.unrotated_layers) == 40
+    assert (hybrid.softmax_scale, hybrid.logits_scaling, hybrid.ffn_hidden_size) == (0.015625, 8.0, 8192)
+    experts = Architecture.from_hf_config(MODELS["granite-4.0-h-tiny"])
+    assert (experts.num_experts, experts.moe_ffn_hidden_size, experts.shared_expert_ffn_hidden_size) == (64, 512, 1024)
+    attention = Architecture.from_hf_config(MODELS["granite-4.0-micro"])
+    assert attention.mamba is None and attention.unrotated_layers == () == attention.linear_layers
+    alone = {key: value for key, value in MODELS["granite-4.0-h-micro"].items() if key != "layer_types"}
+    assert Architecture.from_hf_config(alone).linear_layers == tuple(range(40))
+    renamed = {**alone, "layers_block_type": MODELS["granite-4.0-h-micro"]["layer_types"]}
+    assert Architecture.from_hf_config(renamed) == hybrid
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mamba_n_groups": 2}, "mamba_n_groups=2 is not supported for granitemoehybrid: only 1 is"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias=false is not supported"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias=true is not supported"),
+        ({"mamba_d_head": 32}, "mamba_n_heads=64 of mamba_d_head=32 have to make .* = 4096"),
+        ({"mamba_n_heads": 63, "mamba_d_head": "auto"}, "mamba_n_heads=63 of mamba_d_head=65 have to make"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\]: only steps from 0"),
+        ({"position_embedding_type": "alibi"}, 'position_embedding_type="alibi" is neither rope nor nope'),
+        ({"layer_types": ["mamba"]}, "layer_types is no list of num_hidden_layers=40"),
+        ({"residual_multiplier": -1.0}, "residual_multiplier=-1.0 is not a positive number"),
+    ],
+)
+def test_what_granite_may_not_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=message):
+        Architecture.from_hf_config({**MODELS["granite-4.0-h-micro"], **change})
+
+
+@pytest.mark.parametrize("limit", [[0.0, math.inf], [0.0, {"__float__": "Infinity"}]])
+def test_steps_without_an_end_are_read(limit: list[Any]) -> None:
+    config = {**MODELS["granite-4.0-h-micro"], "time_step_limit": limit}
+    assert Architecture.from_hf_config(config) == Architecture.from_hf_config(MODELS["granite-4.0-h-micro"])
 
 
 def test_layers_without_positions() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import MambaSizes
 from tests.conversion.model.test_layout import EXPERTS, LINEAR, SPARSE
 
 QWEN25_7B = Architecture(
@@ -64,6 +65,18 @@ def test_gated_delta_nets_have_a_state_in_place_of_pairs() -> None:
     assert flops.token_flops(LINEAR) - flops.token_flops(gated) == pytest.approx(0.75 * (delta - attention))
     per_token = [flops.forward_flops(LINEAR, [n], 0) / n for n in (1, 1000)]
     assert per_token[1] - per_token[0] == pytest.approx(8 * flops.pair_flops(LINEAR) * 999 / 2)
+
+
+def test_mamba_has_a_state_in_place_of_pairs() -> None:
+    """By hand: projections, a convolution over 4 tokens, and 4 d_state d_v a head."""
+    sizes = MambaSizes(heads=8, head_dim=16, groups=2, state_dim=12, kernel=4)
+    mamba = replace(LINEAR, delta_net=None, mamba=sizes)
+    gated = replace(LINEAR, linear_layers=(), delta_net=None)
+    projected = 64 * (128 + 128 + 2 * 24 + 8) + 128 * 64
+    own = 2 * projected + 2 * 4 * (128 + 2 * 24) + 4 * 8 * (16 * 12)
+    attention = 2 * 64 * (2 * 64 + 2 * 32 + 64)
+    assert flops.token_flops(mamba) - flops.token_flops(gated) == pytest.approx(0.75 * (own - attention))
+    assert flops.pair_flops(mamba) == flops.pair_flops(gated) / 4
 
 
 def test_sparse_attention_has_so_many_pairs_and_its_indexers_all() -> None:

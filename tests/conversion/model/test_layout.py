@@ -11,6 +11,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes
 from conversion.model.layout import padded_vocab_size
 from megatron_retool.config import ConfigError, LearnerConfig
+from megatron_retool.planning.models import MODELS
 
 DENSE = Architecture(
     family="qwen2",
@@ -42,6 +43,7 @@ LINEAR = replace(
     EXPERTS, family="qwen3_next", attention_gate=True, qk_norm=True, linear_layers=(0, 1, 2, 4, 5, 6),
     delta_net=DeltaNetSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=12, kernel=4),
 )  # fmt: skip
+MAMBA = Architecture.from_hf_config(MODELS["granite-4.0-h-micro"])
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -73,6 +75,8 @@ def test_which_layers_a_chunk_has() -> None:
             {"world_size": 4, TP: 4, "sequence_parallel": True},
             r"tensor_model_parallel_size=4 does not divide the model's linear_num_key_heads=2",
         ),
+        (MAMBA, {"world_size": 2, TP: 2}, r"tensor_model_parallel_size=2 does not divide .*mamba_n_groups=1"),
+        (MAMBA, {"world_size": 128, CP: 128}, r"mamba_n_heads=64 is not divisible by TP x CP = 128"),
         (DENSE, {"world_size": 3, TP: 3}, r"tensor_model_parallel_size=3 does not divide .*num_attention_heads=8"),
         (DENSE, {"world_size": 6, TP: 4}, r"world_size=6 is not divisible by TP x PP x CP = 4"),
         (DENSE, {"world_size": 3, PP: 3}, r"num_hidden_layers=8 is not divisible by PP x VPP = 3"),

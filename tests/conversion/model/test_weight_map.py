@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes, MambaSizes
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families
 from conversion.model.mapping import Mapping, WeightMapError, hf_parts, merge, shard, shard_shape, to_hf, to_mcore
@@ -36,8 +36,9 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     family = draw(st.sampled_from(sorted(built_in_families())))
     layers = draw(st.integers(1, 2))
     groups = draw(st.sampled_from([1, 2, 4]))
-    shared = family in ("qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:7])
-    moe = shared or family in ("gpt_oss", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
+    shared = family in ("granitemoehybrid", "qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:7])
+    moe = shared or family in ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
+    mamba = family == "granitemoehybrid"
     return Architecture(
         family=family,
         num_layers=layers,
@@ -59,7 +60,8 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         shared_choices=draw(st.sampled_from([(), (1,)])) if layers == 2 and family == "glm_moe_dsa" else (),
         attention_gate=family in DELTA_NETS,
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
-        linear_layers=(0,) if family in DELTA_NETS else (),
+        mamba=MambaSizes(4 * tp, 3, tp * draw(st.sampled_from([1, 2])), 2, 4) if mamba else None,
+        linear_layers=(0,) if mamba or family in DELTA_NETS else (),
         predictors=draw(st.integers(0, most_predictors(family))),
     )
 
@@ -208,6 +210,25 @@ def test_ranks_have_whole_key_heads_of_a_gated_delta_net() -> None:
     present = {mapping.mcore_name for mapping in weight_map}
     assert "decoder.layers.0.self_attention.linear_qkv.weight" not in present
     assert "decoder.layers.1.self_attention.A_log" not in present
+
+
+def test_ranks_have_whole_groups_of_mamba() -> None:
+    """Of two groups with two heads of one feature each; on disk gates, values, two vectors of each group, steps."""
+    sizes = MambaSizes(heads=4, head_dim=1, groups=2, state_dim=1, kernel=4)
+    hybrid = Architecture("granitemoehybrid", 2, 1, 4, 2, 1, 4, 5, mamba=sizes, linear_layers=(0,))
+    weight_map = WeightMap(hybrid)
+    mapping = weight_map["decoder.layers.0.self_attention.in_proj.weight"]
+    full = to_mcore(mapping, [torch.arange(16.0)[:, None]])
+    assert shard(mapping, full, 2, 0).squeeze(1).tolist() == [0, 1, 4, 5, 8, 10, 12, 13]
+    assert shard(mapping, full, 2, 1).squeeze(1).tolist() == [2, 3, 6, 7, 9, 11, 14, 15]
+    for name, shape in (("weight", (8, 1, 4)), ("bias", (8,))):
+        convolution = weight_map[f"decoder.layers.0.self_attention.conv1d.{name}"]
+        full = to_mcore(convolution, [torch.arange(8.0).view(8, *[1] * (len(shape) - 1)).expand(shape)])
+        assert shard(convolution, full, 2, 1).reshape(4, -1)[:, 0].tolist() == [2, 3, 5, 7]
+    present = {mapping.mcore_name for mapping in weight_map}
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" not in present
+    assert "decoder.layers.1.self_attention.D" not in present
+    assert {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in (0, 1)} <= present
 
 
 def test_gate_and_up_are_split_each_by_itself() -> None:
