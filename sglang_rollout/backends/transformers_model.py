@@ -231,7 +231,8 @@ class BatchedModel:
     def _decode(self, rows: list[int]) -> torch.Tensor:
         """Logits [sequences, vocabulary] of the next token; ``rows`` of the cache continue."""
         if len(rows) < len(self._mask):
-            self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
+            # Layers with a state in place of keys and values have this way to choose rows, and no other.
+            self._cache.reorder_cache(torch.tensor(rows, device=self._model.device))
             self._mask = self._mask[rows]
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(rows), 1)], dim=-1)
         last = torch.tensor([[sequence.ids[-1]] for sequence in self._batch])

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_retool.admission.shrink import shrunk
+from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.config import ConfigError, SamplingConfig, load_config
+from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
@@ -77,6 +80,29 @@ def test_log_probs_are_the_models_whoever_shares_the_batch(engine, tokenizer):
         own = expected.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0]
         np.testing.assert_allclose(result.log_probs, own, atol=2e-5)
         np.testing.assert_allclose(result.top_log_probs, expected.topk(3).values, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["granite-4.0-h-tiny", "qwen3-next-80b-a3b"])
+def test_states_in_place_of_attention_are_each_requests_own(name, tokenizer, tmp_path):
+    """Requests of other lengths are padded, leave the batch and join it."""
+    config = {**shrunk(MODELS[name], 4), "vocab_size": len(tokenizer)}
+    model = random_model(config).float().eval()
+    save_model(model, tmp_path / "model", config)
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = make_engine(tmp_path / "model", tmp_path, "rollout.engine.backend_kwargs={admit_every: 4}")
+    prompts = [[5, 6, 7, 8], list(range(3, 63)), [9] * 25]
+
+    async def scenario():
+        client = engine.client(started(engine))
+        requests = [GenerateRequest(p, 6 + 9 * i, SamplingConfig(), seed=1 + i) for i, p in enumerate(prompts)]
+        first = [asyncio.create_task(client.generate(request)) for request in requests[:2]]
+        await asyncio.sleep(0.05)
+        return [*await asyncio.gather(*first), await client.generate(requests[2])]
+
+    for prompt, result in zip(prompts, asyncio.run(scenario()), strict=True):
+        expected = log_probs_of(model, prompt, result.output_ids)
+        own = expected.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(result.log_probs, own, atol=2e-5)
 
 
 def test_filters_cut_the_distribution_and_the_log_probs_say_so_on_demand(engine, tokenizer):
