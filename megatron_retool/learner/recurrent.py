@@ -78,6 +78,7 @@ class RecurrentLayer(MegatronModule):
         return self._across_ranks(convolved, rates, packed.buckets, packed.cp_group)
 
     def _within_rank(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
+        """``_mixed`` of sequences that this rank has whole."""
         buckets: tuple[Any, ...] = packed.buckets
         runs = [bucket.tokens for bucket in buckets]
         outputs = []
@@ -87,7 +88,7 @@ class RecurrentLayer(MegatronModule):
         return torch.cat(outputs)
 
     def _across_ranks(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...], group: Any) -> Tensor:
-        """The same, of this context-parallel rank's tokens and of all its tensor-parallel rank's heads."""
+        """``_mixed`` of this context-parallel rank's tokens and of all its tensor-parallel rank's heads."""
         ranks = group.size()
         convolved = self._shared_out(convolved, ranks)
         rates = rates.reshape(rates.size(0), convolved.size(1), -1)

@@ -8,7 +8,7 @@ from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.admission.tiny_model import random_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-WITH_PARTS = ("olmo2", "olmo3", "gemma3_text")
+WITH_PARTS = ("olmo2", "olmo3", "gemma3_text", "granite")
 """Families whose layers have other parts than Megatron's."""
 
 _COMMON: dict[str, Any] = {
@@ -61,6 +61,14 @@ _OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": 16,
         "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },

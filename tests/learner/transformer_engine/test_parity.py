@@ -26,6 +26,7 @@ CASES = [
     *[(2, "olmo2", name) for name in ("tp2", "tp2 sp")],
     (2, "olmo3", "pp2"),
     (2, "gemma3_text", "tp2 sp"),
+    (2, "granite", "tp2 sp"),
     *[(2, "qwen3_moe", name) for name in ("tp2 sp", "pp2", "ep2", "ep2 tp2")],
 ]
 

@@ -207,9 +207,20 @@ def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
     check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
 
 
+def test_mamba_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    keys = {**shrunk(MODELS["granite-4.0-h-micro"], 4), "architectures": ["GraniteMoeHybridForCausalLM"]}
+    with pytest.raises(ConfigError, match=r"SGLang computes Mamba-2 \(granitemoehybrid\) with kernels that need a GPU"):
+        check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **keys))
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
+    attention = {**shrunk(MODELS["granite-4.0-micro"], 4), "architectures": ["GraniteMoeHybridForCausalLM"]}
+    check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **attention))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "granite-4.0-h-tiny"])
 @pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.round_to=int8"])
-def test_what_does_not_know_stacked_experts_is_refused(override: str, tmp_path: Path) -> None:
-    keys = shrunk(MODELS["gpt-oss-20b"], 4)
+def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str, tmp_path: Path) -> None:
+    keys = shrunk(MODELS[model], 4)
     with pytest.raises(ConfigError, match=f"{override} does not know experts that lie in one tensor"):
         check_served_model(configured(tmp_path, "rollout.engine.device=cuda", override, **keys))
 
