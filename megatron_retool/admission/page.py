@@ -165,10 +165,10 @@ parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_h
 vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
 models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
 parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
-each group. Transformer Engine's layers, shared prefixes and `learner.match_engine=exact` are refused by name. SGLang
-computes Mamba-2 with kernels that need a GPU: a run on a CPU takes `rollout.engine.backend=transformers`. Experts lie
-in one tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are
-refused for them. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
+each group. Transformer Engine's layers, shared prefixes and `learner.match_engine=exact` are refused by name. SGLang's
+operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one
+tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused
+for them. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

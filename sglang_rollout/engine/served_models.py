@@ -223,8 +223,6 @@ def unserved_on_cpu(architecture: Architecture, served: Sequence[str]) -> str:
     """
     if architecture.latent is not None:
         return f"SGLang computes other log-probs on a CPU for multi-head latent attention ({architecture.family})"
-    if architecture.mamba is not None:
-        return f"SGLang computes Mamba-2 ({architecture.family}) with kernels that need a GPU"
     if GPU_ALONE.intersection(served):
         return f"SGLang's {served[0]} normalises queries and keys with a kernel that needs a GPU"
     if architecture.attention_sinks:

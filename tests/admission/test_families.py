@@ -20,7 +20,7 @@ SPARSE = {"deepseek_v32", "glm_moe_dsa", "glm-5 with shared keys"}
 LATENT = {*SPARSE, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}
 MAMBA = {"granitemoehybrid", "granite-4.0-h-tiny"}
 """With one group of heads, which tensor parallelism cannot split."""
-GPU_ALONE = {*LATENT, *MAMBA, "gpt_oss", "minimax_m2"}
+GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2"}
 """What SGLang does not serve on a CPU."""
 UNSERVED = {"dense layers among experts"}
 """What it serves nowhere."""

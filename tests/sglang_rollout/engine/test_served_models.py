@@ -207,16 +207,6 @@ def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
     check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
 
 
-def test_mamba_is_refused_on_a_cpu(tmp_path: Path) -> None:
-    keys = {**shrunk(MODELS["granite-4.0-h-micro"], 4), "architectures": ["GraniteMoeHybridForCausalLM"]}
-    with pytest.raises(ConfigError, match=r"SGLang computes Mamba-2 \(granitemoehybrid\) with kernels that need a GPU"):
-        check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **keys))
-    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
-    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
-    attention = {**shrunk(MODELS["granite-4.0-micro"], 4), "architectures": ["GraniteMoeHybridForCausalLM"]}
-    check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **attention))
-
-
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "granite-4.0-h-tiny"])
 @pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.round_to=int8"])
 def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str, tmp_path: Path) -> None:
@@ -225,8 +215,15 @@ def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str
         check_served_model(configured(tmp_path, "rollout.engine.device=cuda", override, **keys))
 
 
-def test_gated_delta_nets_run_everywhere(tmp_path: Path) -> None:
-    keys = of_class("Qwen3NextForCausalLM") | EXPERTS | LINEAR
+@pytest.mark.parametrize(
+    "keys",
+    [
+        of_class("Qwen3NextForCausalLM") | EXPERTS | LINEAR,
+        shrunk(MODELS["granite-4.0-h-tiny"], 4) | {"architectures": ["GraniteMoeHybridForCausalLM"]},
+    ],
+    ids=["gated delta nets", "Mamba-2"],
+)
+def test_states_in_place_of_attention_run_everywhere(keys: dict[str, Any], tmp_path: Path) -> None:
     for override in ("rollout.engine.device=cpu", ON_A_GPU, "rollout.engine.backend=transformers"):
         check_served_model(configured(tmp_path, override, **keys))
 

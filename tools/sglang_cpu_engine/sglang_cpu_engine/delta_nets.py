@@ -103,11 +103,11 @@ def gates(a_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor,
 
 def rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """-exp(a_log) softplus(a + dt_bias) and sigmoid(b), float32 [tokens, heads] of ``a`` and ``b`` [tokens, heads]."""
-    steps = _in_whole_vectors(softplus, a.float() + dt_bias.float())
-    return -a_log.float().exp() * steps, _in_whole_vectors(torch.sigmoid, b.float())
+    steps = in_whole_vectors(softplus, a.float() + dt_bias.float())
+    return -a_log.float().exp() * steps, in_whole_vectors(torch.sigmoid, b.float())
 
 
-def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function``, of each element of ``x`` [tokens, heads].
 
     What is left of a tensor behind its last whole vectors torch computes by other instructions, to other bits; how many
@@ -149,7 +149,7 @@ def answers(
 ) -> Tensor:  # fmt: skip
     """[tokens, heads, value size] in the dtype of ``value``, for what ``delta_rule`` is given, without the first 1."""
     query, key = (_unit(each.float()) for each in (query, key))
-    output, decay = torch.empty(value.shape, dtype=torch.float32), _in_whole_vectors(torch.exp, log_decay)
+    output, decay = torch.empty(value.shape, dtype=torch.float32), in_whole_vectors(torch.exp, log_decay)
     operands = (query * query.shape[-1] ** -0.5, key, value.float().contiguous(), decay.contiguous(), beta.contiguous())
     _compiled()(*(each.numpy() for each in (*operands, states, slots, starts, output)))
     return output.to(value.dtype)

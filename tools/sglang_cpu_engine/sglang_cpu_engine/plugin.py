@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, delta_nets, layers
+from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, delta_nets, layers, mamba
 from sglang_cpu_engine.compiled import takes
 from sglang_cpu_engine.decode_attention import attend
 
@@ -59,6 +59,11 @@ def register() -> None:
         HookRegistry.register(
             f"sglang.kernels.ops.attention.fla.{module}.forward", delta_nets.gated_rms_norm, HookType.REPLACE
         )
+    for name, function in (("mamba_chunk_scan_combined", mamba.scan), ("selective_state_update", mamba.scan_next)):
+        HookRegistry.register(f"sglang.kernels.ops.mamba.triton_ops.{name}", function, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.layers.attention.mamba.mamba.MambaMixer2.forward", mamba.with_convolutions, HookType.AROUND
+    )
     register_layers(without=os.environ.get(WITHOUT_VARIABLE, "").split(","))
 
 
