@@ -168,7 +168,8 @@ parallelism are theirs. More than one group is refused: transformers normalises 
 each group. Transformer Engine's layers, shared prefixes and `learner.match_engine=exact` are refused by name. SGLang's
 operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one
 tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused
-for them. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
+for them; `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the
+place of A_log. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

@@ -145,6 +145,8 @@ def check_served_model(config: Config) -> None:
             f"model.path={config.model.path}: {reason}: sample on a GPU, or set rollout.engine.backend=transformers"
         )
     _check_stacked_experts(config.weight_sync, config.rollout, architecture)
+    if architecture.mamba is not None:
+        _check_mamba(config.weight_sync)
     if reason := unserved(architecture, served):
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
 
@@ -245,6 +247,15 @@ def _check_stacked_experts(weight_sync: WeightSyncConfig, rollout: RolloutConfig
             raise ConfigError(
                 f"{key}={str(wanted).lower()} does not know experts that lie in one tensor, as those of "
                 f"{architecture.family} do: set it to {cure}"
+            )
+
+
+def _check_mamba(weight_sync: WeightSyncConfig) -> None:
+    for key, wanted in (("verify", weight_sync.verify), ("delta", weight_sync.delta)):
+        if wanted:
+            raise ConfigError(
+                f"weight_sync.{key}=true compares an engine's tensors with those that were sent, and SGLang keeps "
+                "-exp(A_log) in the place of Mamba-2's A_log: set it to false"
             )
 
 

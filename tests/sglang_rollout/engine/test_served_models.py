@@ -207,6 +207,13 @@ def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
     check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
 
 
+@pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.delta=true"])
+def test_what_compares_the_tensors_of_mamba_is_refused(override: str, tmp_path: Path) -> None:
+    keys = shrunk(MODELS["granite-4.0-h-micro"], 4) | {"architectures": ["GraniteMoeHybridForCausalLM"]}
+    with pytest.raises(ConfigError, match=rf"{override} compares an engine's tensors .* -exp\(A_log\)"):
+        check_served_model(configured(tmp_path, ON_A_GPU, override, **keys))
+
+
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "granite-4.0-h-tiny"])
 @pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.round_to=int8"])
 def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str, tmp_path: Path) -> None:
