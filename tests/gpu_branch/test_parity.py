@@ -33,7 +33,7 @@ Cases = dict[str, tuple[str, ...]]
 DENSE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo3", "qwen2")
 EXPERTS = ("glm4_moe", "minimax_m2")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
-DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RECURRENT = ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 REFUSED = {"gpt_oss"}
 """On any GPU."""
 ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
@@ -117,7 +117,7 @@ def test_equals_transformers(engine: bool, world: int, layouts: Cases, reference
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", [True, False])
 def test_every_family_equals_transformers(engine: bool, references: Any, on_gpus: Run) -> None:
-    local = {*LATENT, *DELTA_NETS}
+    local = {*LATENT, *RECURRENT}
     families = local if not engine else model_of_each_family().keys() - local - REFUSED
     _hold(references, on_gpus, engine, 1, dict.fromkeys(sorted(families), ("one process",)))
 
@@ -180,7 +180,8 @@ def _build(directory: Path) -> str:
     [
         (True, "gpt_oss", "attention sinks"),
         (True, "deepseek_v3", "latent attention"),
-        (True, "qwen3_next", "delta nets"),
+        (True, "qwen3_next", "layers without attention"),
+        (True, "granitemoehybrid", "layers without attention"),
     ]
     + [(False, "gpt_oss", "attention sinks")],
 )
