@@ -160,7 +160,7 @@ which float32 of either is off by 4e-5.
 Granite 3 (`granite`, and `granitemoe` with experts) and Granite 4 (`granitemoehybrid`) multiply embeddings, attention
 scores and what layers add, and divide logits, by factors of config.json. Granite 4's h models (350M, 1B, Micro, Tiny,
 Small) have Mamba-2 in most layers; the others have attention in all. Mamba-2 trains as gated delta nets do: in
-Megatron-Core's local layers, in torch alone, over packed sequences that each begin with an empty state. Context
+Megatron-Core's local layers, in plain torch, over packed sequences that each begin with an empty state. Context
 parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_heads`; all heads share one group of
 vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
 models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
@@ -169,7 +169,7 @@ each group. Transformer Engine's layers, shared prefixes and `learner.match_engi
 operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one
 tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused
 for them; `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the
-place of A_log. Nemotron-H, whose layers are Mamba-2, attention or MLP alone, has no family.
+place of A_log. Nemotron-H, each of whose layers has only one of Mamba-2, attention and MLP, has no family.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

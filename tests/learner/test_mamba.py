@@ -1,4 +1,4 @@
-"""Mamba-2 alone, against transformers' modules of Granite 4 and Nemotron-H; tests/admission has whole models."""
+"""One layer of Mamba-2 against transformers' modules of Granite 4 and Nemotron-H; tests/admission has whole models."""
 
 from __future__ import annotations
 
