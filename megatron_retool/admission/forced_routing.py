@@ -83,9 +83,7 @@ def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterato
 
         router.forward = forward
 
-    blocks = [
-        getattr(layer, "block_sparse_moe" if not hasattr(layer, "mlp") else "mlp") for layer in model.model.layers
-    ]
+    blocks = [getattr(layer, "mlp", None) or layer.block_sparse_moe for layer in model.model.layers]
     result = (getattr(block, "gate", getattr(block, "router", None)) for block in blocks)
     routers = [router for router in result if router is not None]
     for layer, router in enumerate(routers):

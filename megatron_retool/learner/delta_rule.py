@@ -11,6 +11,8 @@ decays: arXiv:2412.06464, section 3.3), so that only chunks follow one another.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,14 +40,7 @@ def gated_delta_rule(
         [B, L, value heads, d_v] in ``value``'s dtype.
     """
     batch, length, key_heads, key_dim = key.shape
-    size = min(chunk, length)
-
-    def chunks(x: Tensor) -> Tensor:
-        """[B, L, heads, d] -> [B, key heads, value heads of each (1 of q and k), chunks, C, d]."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        x = F.pad(x, (0, 0, 0, 0, 0, -length % size))
-        return x.unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4).unflatten(3, (-1, size))
-
+    chunks = functools.partial(in_chunks, groups=key_heads, chunk=chunk)
     query, key, value = chunks(query), chunks(key), chunks(value)
     query, key = _unit(query) * key_dim**-0.5, _unit(key)
     log_decay, beta = chunks(log_decay.unsqueeze(-1)).squeeze(-1), chunks(beta.unsqueeze(-1))
@@ -73,6 +68,16 @@ def gated_delta_rule(
         state = decay * state + written @ change
     out = torch.stack(outputs, 3).flatten(3, 4)[..., :length, :]
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def in_chunks(x: Tensor, groups: int, chunk: int) -> Tensor:
+    """[B, L, heads, d] -> [B, groups, heads of each, chunks, C, d] with C <= ``chunk``, in at least float32; zeros fill
+    the last chunk."""
+    length = x.size(1)
+    size = min(chunk, length)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = F.pad(x, (0, 0, 0, 0, 0, -length % size))
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).unflatten(3, (-1, size))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ Within a chunk of C tokens that is masked linear attention, so that only chunks 
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_retool.learner.delta_rule import CHUNK, decays
+from megatron_retool.learner.delta_rule import CHUNK, decays, in_chunks
 
 
 def state_space(
@@ -34,14 +35,7 @@ def state_space(
         [B, L, heads, d_v] in float32, or in ``value``'s dtype where that is longer.
     """
     batch, length, groups, state_dim = write.shape
-    size = min(chunk, length)
-
-    def chunks(x: Tensor) -> Tensor:
-        """[B, L, heads, d] -> [B, groups, heads of each (1 of b and c), chunks, C, d]."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        x = F.pad(x, (0, 0, 0, 0, 0, -length % size))
-        return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).unflatten(3, (-1, size))
-
+    chunks = functools.partial(in_chunks, groups=groups, chunk=chunk)
     value, write, read = chunks(value), chunks(write), chunks(read)
     log_decay, step = chunks(log_decay.unsqueeze(-1)).squeeze(-1), chunks(step.unsqueeze(-1))
     value = step * value

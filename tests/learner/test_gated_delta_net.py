@@ -181,6 +181,25 @@ def test_a_convolution_sees_its_own_sequence_alone() -> None:
         torch.testing.assert_close(found[:, token], expected)
 
 
+def kept_bytes(module: Any, hidden_size: int, tokens: int) -> int:
+    """What autograd keeps of a bfloat16 layer's pass over two sequences, beside its input and its weights."""
+    from megatron_retool.learner.attention import LocalPackedSequences
+    from megatron_retool.learner.attention_pieces import Bucket
+
+    hidden = torch.randn(tokens, 1, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    others = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *module.parameters())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    buckets = (Bucket(tokens, 2, tokens // 2, None, None),)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(hidden, packed_seq_params=LocalPackedSequences(buckets=buckets))
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others)
+
+
 @pytest.mark.parametrize("size", [8, 32])
 def test_the_planner_knows_what_autograd_keeps(size: int) -> None:
     """Within 3 % (the rest: numbers of which each head has one)."""
@@ -188,8 +207,6 @@ def test_the_planner_knows_what_autograd_keeps(size: int) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.attention import LocalPackedSequences
-    from megatron_retool.learner.attention_pieces import Bucket
     from megatron_retool.learner.gated_delta_net import GatedDeltaNet
     from megatron_retool.planning.activations import layer_activations
 
@@ -202,17 +219,6 @@ def test_the_planner_knows_what_autograd_keeps(size: int) -> None:
     )  # fmt: skip
     assert model.delta_net is not None
     module = GatedDeltaNet(config, 1, model.delta_net)
-    hidden = torch.randn(tokens, 1, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    others = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *module.parameters())}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    buckets = (Bucket(tokens, 2, tokens // 2, None, None),)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(hidden, packed_seq_params=LocalPackedSequences(buckets=buckets))
-    measured = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others)
+    measured = kept_bytes(module, model.hidden_size, tokens)
     planned = layer_activations(model, layout, tokens, 2, fused=False, linear=True)["attention"]
     assert planned == pytest.approx(measured, rel=0.03)

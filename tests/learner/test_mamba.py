@@ -19,7 +19,7 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.learner import cpu
 from megatron_retool.planning.models import MODELS
-from tests.learner.test_gated_delta_net import LENGTHS, packed_parameters
+from tests.learner.test_gated_delta_net import LENGTHS, kept_bytes, packed_parameters
 
 HIDDEN = 32
 GRANITE = MambaSizes(heads=8, head_dim=8, groups=1, state_dim=12, kernel=4)
@@ -154,8 +154,6 @@ def test_the_planner_knows_what_autograd_keeps(sizes: MambaSizes) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.attention import LocalPackedSequences
-    from megatron_retool.learner.attention_pieces import Bucket
     from megatron_retool.learner.mamba import Mamba2
     from megatron_retool.planning.activations import layer_activations
 
@@ -165,18 +163,6 @@ def test_the_planner_knows_what_autograd_keeps(sizes: MambaSizes) -> None:
         num_layers=4, hidden_size=HIDDEN, num_attention_heads=4, use_cpu_initialization=True, bf16=True,
         params_dtype=torch.bfloat16, add_bias_linear=False,
     )  # fmt: skip
-    module = Mamba2(config, 1, sizes)
-    hidden = torch.randn(tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    others = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *module.parameters())}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    buckets = (Bucket(tokens, 2, tokens // 2, None, None),)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(hidden, packed_seq_params=LocalPackedSequences(buckets=buckets))
-    measured = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in others)
+    measured = kept_bytes(Mamba2(config, 1, sizes), HIDDEN, tokens)
     planned = layer_activations(architecture(sizes), layout, tokens, 2, fused=False, linear=True)["attention"]
     assert planned == pytest.approx(measured, rel=0.05)
