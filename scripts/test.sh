@@ -15,6 +15,7 @@ source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONDONTWRITEBYTECODE=  # hundreds of processes import what one has compiled
 if [[ $# -eq 0 || "$*" == --all ]]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check --quiet .

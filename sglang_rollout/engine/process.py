@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -95,6 +95,11 @@ def torchvision_directory() -> Path:
     if not configured and not apart.is_dir() and (result := importlib.util.find_spec("torchvision")) and result.origin:
         return Path(result.origin).parents[1]
     return apart
+
+
+def guard_command(grace_seconds: float) -> list[str]:
+    """What stands before a command that is to end with this process and to leave nothing behind (process_guard.py)."""
+    return [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), f"{grace_seconds:g}"]
 
 
 class SGLangServer:
@@ -216,19 +221,20 @@ class SGLangServer:
                 f"set {TORCHVISION_VARIABLE} to the directory that holds it"
             )
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        grace_seconds = "1" if self.device == "cpu" else "5"
-        guard = [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), grace_seconds]
         self._write_key_file()
         with open(self.log_file, "ab") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [*guard, *self.command()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment(),
-                start_new_session=True,
-            )
+            self._process = self._run(self.command(), self.environment(), log)
+
+    def _run(self, command: list[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*guard_command(grace_seconds=1 if self.device == "cpu" else 5), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
 
     def wait_ready(self) -> None:
         """Wait until the server has generated a token; see ``start`` for what is raised."""

@@ -28,7 +28,7 @@ from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.engine.process import SGLangServer
+from tests.forked_engine import ForkedServer
 from tests.learner.tiny_models import hf_model
 
 TEMPERATURE = 0.7
@@ -161,8 +161,8 @@ async def play_schedule(url: str, vocab_size: int, schedule: list[Request]) -> l
         return list(await asyncio.gather(*(text(number, asked) for number, asked in enumerate(schedule))))
 
 
-def exact_server(config: EngineConfig, directory: Path) -> SGLangServer:
-    return SGLangServer(
+def exact_server(config: EngineConfig, directory: Path) -> ForkedServer:
+    return ForkedServer(
         config, model_path=directory / "model", log_file=directory / "engine.log", exact_operators=OPERATORS
     )
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from megatron_retool.config import Config, ConfigError, EngineConfig, OptimizerConfig, SFTStage, load_config
 from megatron_retool.sft.launch import fine_tune
 from sglang_rollout.engine.key import engine_key
-from sglang_rollout.engine.process import SGLangServer
 from tests.data.conftest import demo_directory  # noqa: F401
+from tests.forked_engine import ForkedServer
 from tests.sft.conftest import QUIET, metrics, with_sft
 
 ROWS, VALIDATION = 48, 16
@@ -62,7 +62,7 @@ def test_the_policy_comes_closer_to_its_teacher(
     student = Path(config.model.path)
     teacher, data = teacher_of(student, tmp_path / "teacher"), responses(tmp_path)
     engine = EngineConfig(device="cpu", dtype="float32", max_total_tokens=4096, threads=1)
-    server = SGLangServer(engine, model_path=teacher, log_file=tmp_path / "teacher.log", tokenizer=True)
+    server = ForkedServer(engine, model_path=teacher, log_file=tmp_path / "teacher.log", tokenizer=True)
     server.start()
     monkeypatch.setenv("TEACHER_KEY", engine_key())
     try:

@@ -12,8 +12,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_retool.cluster.log_prob_check import LogProbMismatch
 from megatron_retool.config import load_config
-from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from tests.forked_engine import ForkedServer
 from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import VOCABULARY
 from tests.sglang_rollout.scored_text import compare
@@ -61,7 +61,7 @@ def config(model_directory):
 @pytest.fixture(scope="module")
 def engine(config, model_directory, tmp_path_factory):
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    process = SGLangServer(config.rollout.engine, model_path=model_directory, log_file=log)
+    process = ForkedServer(config.rollout.engine, model_path=model_directory, log_file=log)
     process.start()
     yield process
     process.stop()

@@ -14,10 +14,10 @@ from megatron_retool.routed_experts import is_missing
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from tests.forked_engine import ForkedServer
 from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, RETOOL_POLICY, TOOL_POLICY
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
@@ -65,7 +65,7 @@ def make_config(model_directory):
 
 @pytest.fixture(scope="module")
 def engine(make_config, model_directory, tmp_path_factory):
-    process = SGLangServer(
+    process = ForkedServer(
         make_config().rollout.engine,
         model_path=model_directory,
         log_file=tmp_path_factory.mktemp("logs") / "engine.log",
@@ -301,7 +301,7 @@ def test_rows_of_an_engine_that_has_the_tokenizer(make_config, model_directory, 
     """Stop strings: SGLang's detokenizer then writes the answer."""
     config = make_config("rollout.multi_turn.format=retool")
     model = moe_policy.moe_model(tokenizer, RETOOL_POLICY, seed=3)
-    server = SGLangServer(
+    server = ForkedServer(
         config.rollout.engine,
         model_path=markov_policy.save(model, tokenizer, tmp_path / "model"),
         log_file=tmp_path / "engine.log",

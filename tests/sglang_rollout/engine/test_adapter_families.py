@@ -17,7 +17,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.config import EngineConfig, LoraConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.engine.process import SGLangServer
+from tests.forked_engine import ForkedServer
 from tests.learner.adapter_reference import random_factors, small_model
 
 pytestmark = pytest.mark.slow  # an engine for each family
@@ -51,7 +51,7 @@ def test_an_engine_computes_the_familys_adapters(
         device="cpu", dtype="float32", max_total_tokens=4096, max_running_requests=8,
         adapters=EngineAdaptersConfig(max_rank=8, targets=targets),
     )  # fmt: skip
-    with SGLangServer(config, model_path=tmp_path / "base", log_file=tmp_path / "engine.log") as server:
+    with ForkedServer(config, model_path=tmp_path / "base", log_file=tmp_path / "engine.log") as server:
         found = asyncio.run(scores(server.base_url, tmp_path / "adapter"))
     wanted = [log_probs(tmp_path / name) for name in ("base", "merged")]
     for own, expected in zip(found, wanted, strict=True):

@@ -20,7 +20,7 @@ from megatron_retool.config import EngineConfig, SamplingConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.engine.process import SGLangServer
+from tests.forked_engine import ForkedServer
 from tests.sglang_rollout.agent import markov_policy
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
@@ -59,13 +59,13 @@ def write_adapter(root: Path, name: str, rank: int, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def engine(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedServer]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    with SGLangServer(engine_config(random_seed=5), model_path=directory / "base", log_file=log) as server:
+    with ForkedServer(engine_config(random_seed=5), model_path=directory / "base", log_file=log) as server:
         yield server
 
 
-def on_client(engine: SGLangServer, scenario: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
+def on_client(engine: ForkedServer, scenario: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with SGLangClient(engine.base_url) as client:
             return await scenario(client)
@@ -97,7 +97,7 @@ async def unloaded(client: SGLangClient) -> None:
         await client.unload_adapter(name)
 
 
-def test_the_base_and_two_ranks_are_computed_in_one_batch(engine: SGLangServer, directory: Path) -> None:
+def test_the_base_and_two_ranks_are_computed_in_one_batch(engine: ForkedServer, directory: Path) -> None:
     names = [None, *RANKS]
 
     async def scenario(client: SGLangClient) -> Any:
@@ -120,7 +120,7 @@ def test_the_base_and_two_ranks_are_computed_in_one_batch(engine: SGLangServer, 
     assert difference(scores[1], torch.tensor(scores[0])) > 0.01 < difference(scores[2], torch.tensor(scores[1]))
 
 
-def test_a_seed_gives_the_same_tokens_of_an_adapter_in_any_company(engine: SGLangServer, directory: Path) -> None:
+def test_a_seed_gives_the_same_tokens_of_an_adapter_in_any_company(engine: ForkedServer, directory: Path) -> None:
     def request(name: str, seed: int) -> GenerateRequest:
         return GenerateRequest(PROMPT, 24, SamplingConfig(n=1), seed=seed, adapter=name)
 
@@ -139,7 +139,7 @@ def test_a_seed_gives_the_same_tokens_of_an_adapter_in_any_company(engine: SGLan
     assert len({tuple(answer.output_ids) for answer in others}) == 4
 
 
-def test_a_name_serves_other_factors_after_it_was_unloaded(engine: SGLangServer, directory: Path) -> None:
+def test_a_name_serves_other_factors_after_it_was_unloaded(engine: ForkedServer, directory: Path) -> None:
     async def scenario(client: SGLangClient) -> list[list[float]]:
         found = []
         for source in RANKS:
@@ -152,7 +152,7 @@ def test_a_name_serves_other_factors_after_it_was_unloaded(engine: SGLangServer,
         assert difference(score, expected(directory, name, PROMPT)) < BOUND
 
 
-def test_more_adapters_than_a_batch_takes_wait_for_one_another(engine: SGLangServer, directory: Path) -> None:
+def test_more_adapters_than_a_batch_takes_wait_for_one_another(engine: ForkedServer, directory: Path) -> None:
     names = [f"{source}-{copy}" for source in RANKS for copy in range(3)]
 
     async def scenario(client: SGLangClient) -> Any:
@@ -169,7 +169,7 @@ def test_more_adapters_than_a_batch_takes_wait_for_one_another(engine: SGLangSer
         assert difference(answer.log_probs, wanted[len(PROMPT) - 1 :]) < BOUND
 
 
-def test_a_request_ends_on_the_adapter_that_is_unloaded_meanwhile(engine: SGLangServer, directory: Path) -> None:
+def test_a_request_ends_on_the_adapter_that_is_unloaded_meanwhile(engine: ForkedServer, directory: Path) -> None:
     async def scenario(client: SGLangClient) -> Any:
         await loaded(client, directory)
         request = GenerateRequest(PROMPT, 200, GREEDY, adapter="four")
@@ -220,7 +220,7 @@ def broken_adapters(directory: Path, tmp_path: Path) -> dict[str, tuple[Path, st
 
 
 def test_what_is_no_adapter_of_the_model_is_refused_and_the_engine_goes_on(
-    engine: SGLangServer, directory: Path, tmp_path: Path
+    engine: ForkedServer, directory: Path, tmp_path: Path
 ) -> None:
     async def scenario(client: SGLangClient) -> None:
         with pytest.raises(EngineRejected, match="nobody"):
@@ -247,7 +247,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_and_the_engine_goes_on(
 @pytest.mark.slow
 def test_ranks_of_a_tensor_parallel_engine_take_their_parts(directory: Path, tmp_path: Path) -> None:
     config = engine_config(tensor_parallel_size=2)
-    with SGLangServer(config, model_path=directory / "base", log_file=tmp_path / "engine.log") as server:
+    with ForkedServer(config, model_path=directory / "base", log_file=tmp_path / "engine.log") as server:
 
         async def scenario(client: SGLangClient) -> list[list[float]]:
             await loaded(client, directory)

@@ -13,8 +13,8 @@ from megatron_retool.config import EngineConfig, SamplingConfig
 from sglang_rollout.engine import score_pieces
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, ScoredText, ScoreRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.score_pieces import ScorePiece, pieces
+from tests.forked_engine import ForkedServer
 from tests.sglang_rollout.agent import markov_policy
 
 TEXT = [5 + 11 * place % 70 for place in range(60)]
@@ -27,15 +27,15 @@ def model(tokenizer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def engine(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedServer]:
     root = tmp_path_factory.mktemp("scores")
     directory = markov_policy.save(model, tokenizer, root / "model")
     config = EngineConfig(device="cpu", dtype="float32", max_total_tokens=16384, max_running_requests=16, random_seed=5)
-    with SGLangServer(config, model_path=directory, log_file=root / "engine.log", tokenizer=True) as server:
+    with ForkedServer(config, model_path=directory, log_file=root / "engine.log", tokenizer=True) as server:
         yield server
 
 
-def on_client(engine: SGLangServer, scenario: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
+def on_client(engine: ForkedServer, scenario: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         async with SGLangClient(engine.base_url) as client:
             return await scenario(client)
@@ -43,7 +43,7 @@ def on_client(engine: SGLangServer, scenario: Callable[[SGLangClient], Awaitable
     return asyncio.run(run())
 
 
-def scored(engine: SGLangServer, request: ScoreRequest) -> ScoredText:
+def scored(engine: ForkedServer, request: ScoreRequest) -> ScoredText:
     answer: ScoredText = on_client(engine, lambda client: client.score_text(request))
     return answer
 
@@ -72,7 +72,7 @@ def check(found: ScoredText, wanted: torch.Tensor, request: ScoreRequest) -> Non
 
 
 @pytest.mark.parametrize("start", [1, 17, 59])
-def test_log_probs_from_a_place_on_are_those_of_transformers(engine: SGLangServer, model: Any, start: int) -> None:
+def test_log_probs_from_a_place_on_are_those_of_transformers(engine: ForkedServer, model: Any, start: int) -> None:
     request = ScoreRequest(TEXT, start, likeliest=5)
     found = scored(engine, request)
     assert found.targets == []
@@ -81,7 +81,7 @@ def test_log_probs_from_a_place_on_are_those_of_transformers(engine: SGLangServe
 
 @pytest.mark.parametrize("most", [65536, 40, 1])
 def test_given_targets_are_scored_in_pieces(
-    engine: SGLangServer, model: Any, monkeypatch: pytest.MonkeyPatch, most: int
+    engine: ForkedServer, model: Any, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Targets differ from place to place, repeat within one, and are missing in some."""
     monkeypatch.setattr(score_pieces, "MOST_CELLS", most)
@@ -119,13 +119,13 @@ def test_places_that_the_text_lacks_are_named(arguments: dict[str, Any], message
         ScoreRequest(**arguments)
 
 
-def test_a_target_outside_the_vocabulary_is_refused(engine: SGLangServer) -> None:
+def test_a_target_outside_the_vocabulary_is_refused(engine: ForkedServer) -> None:
     with pytest.raises(EngineRejected, match="out-of-vocabulary token id 99999"):
         scored(engine, ScoreRequest([5, 6, 7], targets=[[99999], [1]]))
     assert len(scored(engine, ScoreRequest([5, 6, 7])).log_probs) == 2
 
 
-def test_the_likeliest_tokens_of_what_is_sampled_have_their_ids(engine: SGLangServer, model: Any) -> None:
+def test_the_likeliest_tokens_of_what_is_sampled_have_their_ids(engine: ForkedServer, model: Any) -> None:
     request = GenerateRequest(TEXT, 12, SamplingConfig(n=1, temperature=0.7), seed=4, top_log_probs=3)
     answer = on_client(engine, lambda client: client.generate(request))
     rows = (all_log_probs(model, [*TEXT, *answer.output_ids])[len(TEXT) - 1 : -1] / 0.7).log_softmax(-1)
@@ -134,7 +134,7 @@ def test_the_likeliest_tokens_of_what_is_sampled_have_their_ids(engine: SGLangSe
     assert (torch.tensor(answer.top_log_probs) - top.values).abs().max() < 5e-5
 
 
-def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine: SGLangServer) -> None:
+def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine: ForkedServer) -> None:
     def request(seed: int) -> GenerateRequest:
         return GenerateRequest(TEXT, 16, SamplingConfig(n=1, temperature=1.0), seed=seed)
 
@@ -148,7 +148,7 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_others(engine: SGLa
     assert len({tuple(answer.output_ids) for answer in others}) == 3
 
 
-def test_what_stops_an_answer_is_its_last_token(engine: SGLangServer, model: Any, tokenizer: Any) -> None:
+def test_what_stops_an_answer_is_its_last_token(engine: ForkedServer, model: Any, tokenizer: Any) -> None:
     greedy = SamplingConfig(n=1, temperature=0.0)
     end = tokenizer.eos_token_id
     free = StopConditions(end_of_sequence=False)
@@ -163,7 +163,7 @@ def test_what_stops_an_answer_is_its_last_token(engine: SGLangServer, model: Any
     assert (stopped.finish_reason, stopped.matched_stop) == ("stop", token)
 
 
-def test_the_models_own_end_stops_only_where_it_may(engine: SGLangServer, tokenizer: Any) -> None:
+def test_the_models_own_end_stops_only_where_it_may(engine: ForkedServer, tokenizer: Any) -> None:
     """Sampled hot, the end comes up sooner or later."""
     hot = SamplingConfig(n=1, temperature=4.0)
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import ConfigError, EngineConfig, load_config
-from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.sglang_plugins.changed_weights import ChangedWeight, positions_of, with_changes
 from sglang_rollout.weight_sync.base import ServerWeightSync
 from sglang_rollout.weight_sync.delta import SMALLEST, DeltaEncoder, changes, gaps_of
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from tests.forked_engine import ForkedServer
 from tests.learner.tiny_models import hf_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -185,7 +185,7 @@ def test_a_real_engine_holds_what_was_sent(
     config = EngineConfig(
         device="cpu", dtype="bfloat16", max_total_tokens=2048, tensor_parallel_size=tensor_parallel, threads=1
     )
-    server = SGLangServer(config, model_path=directory, log_file=tmp_path / "engine.log")
+    server = ForkedServer(config, model_path=directory, log_file=tmp_path / "engine.log")
     server.start()
     try:
         weights = load_file(directory / "model.safetensors")

@@ -25,10 +25,10 @@ from megatron_retool.admission.tiny_model import random_batch, random_model, sav
 from megatron_retool.config import ConfigError, EngineConfig, load_config
 from megatron_retool.loop.checks import check_model
 from sglang_rollout.engine.key import engine_key, use_engine_key
-from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.served_models import unserved
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts
 from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
+from tests.forked_engine import ForkedServer
 from tests.learner.test_checkpoint import EP, ETP, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model
 
@@ -211,7 +211,7 @@ def test_real_engines_hold_what_the_ranks_sent(
         sizes["moe_intermediate_size"] = 64
     directory = save_model(hf_model(family, **sizes), tmp_path / "model")
     servers = [
-        SGLangServer(
+        ForkedServer(
             EngineConfig(device="cpu", dtype="float32", max_total_tokens=2048, tensor_parallel_size=size, threads=1),
             model_path=directory,
             log_file=tmp_path / f"engine_{number}.log",

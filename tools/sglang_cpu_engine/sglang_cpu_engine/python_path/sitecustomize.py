@@ -5,6 +5,7 @@ library that CPU torch cannot load. Declaring the two operators that ``import to
 This directory is only on PYTHONPATH of CPU engine processes (``sglang_cpu_engine.environment``).
 """
 
+import gc
 import sys
 from typing import Any
 
@@ -48,3 +49,6 @@ def _fork_workers() -> None:
 
 
 _fork_workers()
+# SGLang's 7,000 modules are objects that stay: by its usual measure the collector walks through them again and again,
+# which is a quarter of the start.
+gc.set_threshold(100_000)
