@@ -6,6 +6,7 @@ signals as they were before each test.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ _until_the_end = ExitStack()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # With torch, transformers and Megatron-Core loaded, a round of the collector takes a second of the tests' time.
+    gc.set_threshold(100_000)
     _until_the_end.enter_context(scratch_directory())
     config.add_cleanup(_until_the_end.close)
 

@@ -1,5 +1,6 @@
 """The learner: a Megatron-Core model, its optimizer, and the steps that train it. Entry point: ``learner.Learner``."""
 
+import gc
 import logging
 import os
 import warnings
@@ -34,6 +35,9 @@ if not logging.root.handlers and logging.lastResort is not None:
 if has_driver():
     os.environ.update(cuda_environment(os.environ))
     load_cudnn()
+
+# A round of the collector through the objects of torch and Megatron-Core stops a rank, and all others wait for it.
+gc.set_threshold(100_000)
 
 # Before any module of the room imports megatron.core.
 cpu.install()

@@ -102,7 +102,8 @@ def _attention(dtype: torch.dtype, heads: int, groups: int, head_dim: int) -> li
 
 
 def _head_shapes() -> list[Any]:
-    """(heads, groups, head_dim) of one published model for each head_dim and number of heads of a group."""
+    """(heads, groups, head_dim) of one published model for each head_dim, and for the fewest and most heads of a group
+    that it comes with."""
     found: dict[tuple[int, int], Any] = {}
     quick = {(64, 7), (128, 1), (128, 8), (256, 4)}
     for model in MODELS.values():
@@ -116,7 +117,8 @@ def _head_shapes() -> list[Any]:
                 id=f"{kind[1]} of {head_dim}",
             )
     assert quick <= found.keys()
-    return list(found.values())
+    ends = {(size, end(count for other, count in found if other == size)) for size, _ in found for end in (min, max)}
+    return [shape for kind, shape in found.items() if kind in quick | ends]
 
 
 def _hold_attention(found: list[Kernel], capability: tuple[int, int]) -> None:
