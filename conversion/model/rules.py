@@ -3,7 +3,8 @@
     rules = decoder_rules(*ATTENTION, *QKV_BIAS, *SWIGLU)
 
 Names are those of Megatron-Core's local layer spec. ``{layer}`` and ``{expert}`` stand for global numbers; sizes are
-named, see ``SIZES``.  A Hugging Face name with brackets is a part of a tensor, see ``stacked``.
+named, see ``SIZES``.  A Hugging Face name with brackets is a part of a tensor, see ``stacked``.  Parts with a state in
+place of attention are in ``recurrent_rules``, experts in one tensor in ``stacked_rules``.
 """
 
 from __future__ import annotations
@@ -309,88 +310,6 @@ GATED_ATTENTION: Rules = (
 """With ``Architecture.attention_gate`` and ``Architecture.qk_norm``, in place of ``ATTENTION`` and ``QK_NORM``; beside
 ``GATED_DELTA_NET``."""
 
-_DELTA, _HF_DELTA = MCORE_LAYER + "self_attention.", HF_LAYER + "linear_attn."
-
-GATED_DELTA_NET: Rules = tuple(
-    replace(rule, layers=Layers.LINEAR)
-    for rule in (
-        Rule(
-            _DELTA + "in_proj.weight",
-            (_HF_DELTA + "in_proj_qkvz.weight", _HF_DELTA + "in_proj_ba.weight"),
-            (("linear_projected", "hidden"), ("linear_rates", "hidden")),
-            Arrangement.KEY_HEADS,
-            tp_dim=0,
-        ),
-        Rule(
-            _DELTA + "conv1d.weight",
-            (_HF_DELTA + "conv1d.weight",),
-            (("linear_convolved", "one", "linear_kernel"),),
-            Arrangement.KEY_HEADS,
-            ("linear_query", "linear_query", "linear_value"),
-            tp_dim=0,
-        ),
-        Rule(_DELTA + "dt_bias", (_HF_DELTA + "dt_bias",), (("linear_value_heads",),), tp_dim=0),
-        Rule(_DELTA + "A_log", (_HF_DELTA + "A_log",), (("linear_value_heads",),), tp_dim=0),
-        norm(_DELTA + "out_norm.weight", _HF_DELTA + "norm.weight", "linear_value_dim"),
-        Rule(_DELTA + "out_proj.weight", (_HF_DELTA + "out_proj.weight",), (("hidden", "linear_value"),), tp_dim=1),
-    )
-)
-"""With ``Architecture.delta_net``: what ``Architecture.linear_layers`` have in place of attention. On disk the
-projections are interleaved by key head already; here the convolution is too, so that a tensor-parallel rank has a run
-of rows of every parameter."""
-
-SPLIT_GATED_DELTA_NET: Rules = (
-    replace(
-        GATED_DELTA_NET[0],
-        hf=tuple(f"{_HF_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-        shapes=tuple((size, "hidden") for size in ("linear_convolved", "linear_value", *2 * ("linear_value_heads",))),
-        sections=("linear_query", "linear_query", "linear_value", "linear_value", *2 * ("linear_value_heads",)),
-    ),
-    *GATED_DELTA_NET[1:],
-)
-"""``GATED_DELTA_NET`` whose projections are not interleaved on disk: q over k over v, and three tensors beside it."""
-
-_MAMBA = HF_LAYER + "mamba."
-_MAMBA_CONVOLVED = ("mamba_value", "mamba_group", "mamba_group")
-
-MAMBA: Rules = tuple(
-    replace(rule, layers=Layers.LINEAR)
-    for rule in (
-        Rule(
-            _DELTA + "in_proj.weight",
-            (_MAMBA + "in_proj.weight",),
-            (("mamba_projected", "hidden"),),
-            Arrangement.KEY_HEADS,
-            ("mamba_value", *_MAMBA_CONVOLVED, "mamba_heads"),
-            tp_dim=0,
-        ),
-        Rule(
-            _DELTA + "conv1d.weight",
-            (_MAMBA + "conv1d.weight",),
-            (("mamba_convolved", "one", "mamba_kernel"),),
-            Arrangement.KEY_HEADS,
-            _MAMBA_CONVOLVED,
-            tp_dim=0,
-        ),
-        Rule(
-            _DELTA + "conv1d.bias",
-            (_MAMBA + "conv1d.bias",),
-            (("mamba_convolved",),),
-            Arrangement.KEY_HEADS,
-            _MAMBA_CONVOLVED,
-            tp_dim=0,
-        ),
-        Rule(_DELTA + "dt_bias", (_MAMBA + "dt_bias",), (("mamba_heads",),), tp_dim=0),
-        Rule(_DELTA + "A_log", (_MAMBA + "A_log",), (("mamba_heads",),), tp_dim=0),
-        Rule(_DELTA + "D", (_MAMBA + "D",), (("mamba_heads",),), tp_dim=0),
-        Rule(_DELTA + "norm.weight", (_MAMBA + "norm.weight",), (("mamba_value",),), tp_dim=0),
-        Rule(_DELTA + "out_proj.weight", (_MAMBA + "out_proj.weight",), (("hidden", "mamba_value"),), tp_dim=1),
-    )
-)
-"""With ``Architecture.mamba``: what ``Architecture.linear_layers`` have in place of attention. On disk a projection's
-rows are gates over values, over what states are written by, over what they are read by, over steps; here each group has
-its own run of rows of every parameter."""
-
 SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn", Layers.DENSE)
 """The MLP of dense layers; beside ``EXPERTS`` where ``Architecture.dense_layers`` may name some."""
 
@@ -423,91 +342,6 @@ EXPERTS: Rules = (
     ),
 )
 """A router and its SwiGLU experts, in place of ``SWIGLU``."""
-
-_STACKED, _LOCAL = HF_LAYER + "mlp.experts.", MCORE_LAYER + "mlp.experts.local_experts.{expert}."
-
-STACKED_EXPERTS: Rules = (
-    Rule(
-        MCORE_LAYER + "mlp.router.weight",
-        (HF_LAYER + "mlp.router.weight",),
-        (("experts", "hidden"),),
-        layers=Layers.EXPERTS,
-    ),
-    Rule(MCORE_LAYER + "mlp.router.bias", (HF_LAYER + "mlp.router.bias",), (("experts",),), layers=Layers.EXPERTS),
-    Rule(
-        _LOCAL + "linear_fc1.weight",
-        (_STACKED + "gate_up_proj[{expert}, 0::2]", _STACKED + "gate_up_proj[{expert}, 1::2]"),
-        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
-        Arrangement.GATE_UP,
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        _LOCAL + "linear_fc1.bias",
-        (_STACKED + "gate_up_proj_bias[{expert}, 0::2]", _STACKED + "gate_up_proj_bias[{expert}, 1::2]"),
-        (("expert_ffn",), ("expert_ffn",)),
-        Arrangement.GATE_UP,
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        _LOCAL + "linear_fc2.weight",
-        (_STACKED + "down_proj[{expert}]",),
-        (("hidden", "expert_ffn"),),
-        tp_dim=1,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(_LOCAL + "linear_fc2.bias", (_STACKED + "down_proj_bias[{expert}]",), (("hidden",),), layers=Layers.EXPERTS),
-)
-"""In place of ``EXPERTS``, with ``Architecture.linear_bias``: all experts of a layer in one tensor, see ``stacked``."""
-
-_GRANITE, _SHARED_MLP = HF_LAYER + "block_sparse_moe.", HF_LAYER + "shared_mlp."
-
-ROW_STACKED_EXPERTS: Rules = (
-    Rule(
-        MCORE_LAYER + "mlp.router.weight",
-        (_GRANITE + "router.layer.weight",),
-        (("experts", "hidden"),),
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        _LOCAL + "linear_fc1.weight",
-        (_GRANITE + "input_linear.weight[{expert}, :]",),
-        (("expert_gate_up", "hidden"),),
-        Arrangement.GATE_UP,
-        ("expert_ffn", "expert_ffn"),
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        _LOCAL + "linear_fc2.weight",
-        (_GRANITE + "output_linear.weight[{expert}, :]",),
-        (("hidden", "expert_ffn"),),
-        tp_dim=1,
-        layers=Layers.EXPERTS,
-    ),
-)
-"""In place of ``EXPERTS``, in Granite: all experts of a layer in one tensor, gate over up."""
-
-FUSED_SHARED_EXPERT: Rules = (
-    Rule(
-        MCORE_LAYER + "mlp.shared_experts.linear_fc1.weight",
-        (_SHARED_MLP + "input_linear.weight",),
-        (("shared_gate_up", "hidden"),),
-        Arrangement.GATE_UP,
-        ("shared_ffn", "shared_ffn"),
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        MCORE_LAYER + "mlp.shared_experts.linear_fc2.weight",
-        (_SHARED_MLP + "output_linear.weight",),
-        (("hidden", "shared_ffn"),),
-        tp_dim=1,
-        layers=Layers.EXPERTS,
-    ),
-)
-"""Beside ``ROW_STACKED_EXPERTS``, in place of ``SHARED_EXPERT``: gate and up are one tensor on disk."""
 
 ROUTER_BIAS: Rules = (
     Rule(

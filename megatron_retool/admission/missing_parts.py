@@ -11,7 +11,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conversion.model import attention_config, config_reader, expert_config, hf_config, position_config, rules
+from conversion.model import (
+    attention_config,
+    config_reader,
+    expert_config,
+    hf_config,
+    position_config,
+    recurrent_rules,
+    rules,
+    stacked_rules,
+)
 from conversion.model.config_reader import shown
 from conversion.model.family import built_in_families
 from conversion.model.stacked import tensor_of
@@ -197,9 +206,14 @@ def _method(name: str) -> str:
 
 
 def known_parts(names: Iterable[str]) -> list[str]:
-    """The parts of ``conversion.model.rules`` that make up a checkpoint with tensors of these names."""
+    """The parts of families' tables that make up a checkpoint with tensors of these names."""
     present = {_numberless(name) for name in names}
-    parts = {name: part for name, part in vars(rules).items() if name.isupper() and isinstance(part, tuple)}
+    parts = {
+        name: part
+        for module in (rules, recurrent_rules, stacked_rules)
+        for name, part in vars(module).items()
+        if name.isupper() and isinstance(part, tuple)
+    }
     tensors = {
         name: {_numberless(tensor_of(tensor)) for rule in part for tensor in rule.hf}
         for name, part in parts.items()

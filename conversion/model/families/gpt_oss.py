@@ -8,7 +8,8 @@ from conversion.model.attention_config import windows_by_layer
 from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
 from conversion.model.family import Family
 from conversion.model.hf_config import decoder
-from conversion.model.rules import ATTENTION, OUTPUT_BIAS, QKV_BIAS, SINKS, STACKED_EXPERTS, decoder_rules
+from conversion.model.rules import ATTENTION, OUTPUT_BIAS, QKV_BIAS, SINKS, decoder_rules
+from conversion.model.stacked_rules import STACKED_EXPERTS
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

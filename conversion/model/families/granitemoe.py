@@ -7,7 +7,8 @@ from typing import Any
 from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
 from conversion.model.hf_config import multipliers, unbiased_decoder
-from conversion.model.rules import ATTENTION, ROW_STACKED_EXPERTS, decoder_rules
+from conversion.model.rules import ATTENTION, decoder_rules
+from conversion.model.stacked_rules import ROW_STACKED_EXPERTS
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

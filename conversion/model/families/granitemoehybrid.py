@@ -11,17 +11,9 @@ from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
 from conversion.model.families import granitemoe
 from conversion.model.family import Family
 from conversion.model.hf_config import multipliers, unbiased_decoder
-from conversion.model.rules import (
-    ATTENTION,
-    FUSED_SHARED_EXPERT,
-    FUSED_SWIGLU,
-    MAMBA,
-    PROJECTIONS,
-    ROW_STACKED_EXPERTS,
-    Layers,
-    decoder_rules,
-    renamed,
-)
+from conversion.model.recurrent_rules import MAMBA
+from conversion.model.rules import ATTENTION, FUSED_SWIGLU, PROJECTIONS, Layers, decoder_rules, renamed
+from conversion.model.stacked_rules import FUSED_SHARED_EXPERT, ROW_STACKED_EXPERTS
 
 NAMES = {"mlp.gate_up_proj.": "shared_mlp.input_linear.", "mlp.down_proj.": "shared_mlp.output_linear."}
 _ATTENTION = (ATTENTION[0], *(replace(rule, layers=Layers.ATTENTION) for rule in PROJECTIONS), ATTENTION[-1])

@@ -8,7 +8,8 @@ from conversion.model.attention_config import gated_delta_net
 from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
 from conversion.model.hf_config import partial_rotary, unbiased_decoder
-from conversion.model.rules import GATED_ATTENTION, SPLIT_GATED_DELTA_NET, SWIGLU, decoder_rules, predictor_apart
+from conversion.model.recurrent_rules import SPLIT_GATED_DELTA_NET
+from conversion.model.rules import GATED_ATTENTION, SWIGLU, decoder_rules, predictor_apart
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from conversion.model.config_reader import ConfigReader
 from conversion.model.expert_config import experts, listed_dense_layers, shared_expert
 from conversion.model.family import Family
 from conversion.model.hf_config import partial_rotary, unbiased_decoder
+from conversion.model.recurrent_rules import GATED_DELTA_NET
 from conversion.model.rules import (
     EXPERTS,
     GATED_ATTENTION,
-    GATED_DELTA_NET,
     SHARED_EXPERT,
     SHARED_EXPERT_GATE,
     SWIGLU,
