@@ -47,8 +47,6 @@ def missing_operators(architecture: Architecture, *, gpu: bool) -> list[str]:
         "attention sinks": architecture.attention_sinks,
         f"the activation {architecture.activation}": architecture.activation not in ("silu", "gelu_tanh"),
         "biases of the MLP": architecture.linear_bias,
-        "residual_multiplier": architecture.residual_multiplier != 1.0,
-        "logits_scaling": architecture.logits_scaling != 1.0,
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,
     }

@@ -72,6 +72,7 @@ def token_scores(
     *,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
+    logits_scaling: float = 1.0,
     temperature: float = 1.0,
     sampling: SamplingSettings | None = None,
     chunk_tokens: int = 1024,
@@ -90,6 +91,7 @@ def token_scores(
         targets: int64 [n], global token ids; or [n, K], each row read from the same logits.
         vocab_size: tokens of the vocabulary; rows beyond it are padding and get probability 0.
         group: tensor-parallel group over which the vocabulary is split; None or of size 1: not split.
+        logits_scaling: what the model divides its logits by.
         temperature: logits are divided by it.
         sampling: its temperature instead, and its filters. The target is never filtered out: it was sampled, and where
             the sampler's logits differ in their last digits a token at the edge may be in on one side only.
@@ -113,6 +115,7 @@ def token_scores(
         group=group,
         first_row=first,
         padding=min(max(first + weight.size(0) - vocab_size, 0), weight.size(0)),
+        inverse_scaling=1.0 / logits_scaling,
         temperature=temperature if sampling is None else sampling.temperature,
         filters=None if sampling is None or is_unfiltered(sampling) else sampling,
         chunk_tokens=chunk_tokens,
@@ -132,6 +135,7 @@ class _Settings:
     first_row: int
     padding: int
     """Rows at the end of this rank's part that are vocabulary padding."""
+    inverse_scaling: float
     temperature: float
     filters: SamplingSettings | None
     chunk_tokens: int
@@ -157,6 +161,8 @@ class _Settings:
             x = operators.linear(hidden, weight, dtype=torch.float32)
         else:
             x = torch.mm(hidden.to(self.dtype), weight.t()).float()
+        if self.inverse_scaling != 1.0:
+            x.mul_(self.inverse_scaling)  # engines multiply, too
         if self.temperature != 1.0:
             # By a tensor, as engines do: on a GPU torch would multiply by the inverse of a number.
             x.div_(x.new_full((), self.temperature))
@@ -296,6 +302,8 @@ class _ChunkedHead(torch.autograd.Function):
                 p.add_(of_divergence.mul_(grad_divergence[take].unsqueeze(-1)))
             if settings.temperature != 1.0:
                 p.div_(settings.temperature)
+            if settings.inverse_scaling != 1.0:
+                p.mul_(settings.inverse_scaling)
             grad_logits = p.to(settings.dtype)
             if grad_hidden is not None:
                 grad_hidden[take] = torch.mm(grad_logits, head)

@@ -230,17 +230,18 @@ class PolicyModel(PackedModel):
     ) -> Tensor:
         """float32 [2, n]: log-probs, entropy; [K + 1, n] with K targets each.
 
-        With ``logits``: this TP rank's float32 [n, V / TP] instead; with ``hidden_states``: what the head reads,
-        [n, h]. ``teacher``, where it is given, gets the divergence of the policy from it.
+        With ``logits``: this TP rank's float32 [n, V / TP] instead; with ``hidden_states``: what the output layer makes
+        logits of, [n, h]. ``teacher``, where it is given, gets the divergence of the policy from it.
         """
         selected = self._read_by_head(hidden, micro_batch.head_positions)
+        scaling = self.architecture.logits_scaling
         if hidden_states:
-            return selected
+            return selected if scaling == 1.0 else selected / scaling
         if self.before_head is not None:
             self.before_head()
         weight = self.head_weight()
         if logits:
-            return torch.mm(selected, weight.t()).float()
+            return torch.mm(selected, weight.t()).float() / scaling
         # Only the parameter itself has a main gradient, and only under Megatron's DDP.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         log_probs, entropy, _best, divergence = token_scores(
@@ -249,6 +250,7 @@ class PolicyModel(PackedModel):
             micro_batch.targets,
             vocab_size=self.architecture.vocab_size,
             group=self.pg_collection.tp,
+            logits_scaling=scaling,
             temperature=temperature,
             sampling=sampling,
             chunk_tokens=chunk_tokens,
@@ -299,6 +301,7 @@ class PolicyModel(PackedModel):
                 prediction.targets,
                 vocab_size=self.architecture.vocab_size,
                 group=self.pg_collection.tp,
+                logits_scaling=self.architecture.logits_scaling,
                 chunk_tokens=chunk_tokens,
                 fp32_head=fp32_head,
                 main_grad=main_grad,
@@ -307,10 +310,8 @@ class PolicyModel(PackedModel):
         return result
 
     def _read_by_head(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [n, h] of ``positions``, divided by what the model divides its logits by."""
-        selected = head_hidden_states(hidden, positions, self.config.sequence_parallel, self.pg_collection.tp)
-        scaling = self.architecture.logits_scaling
-        return selected if scaling == 1.0 else selected / scaling
+        """Hidden states [n, h] of ``positions``."""
+        return head_hidden_states(hidden, positions, self.config.sequence_parallel, self.pg_collection.tp)
 
     def own_head_weight(self) -> Parameter | None:
         """The output layer's weight on the last stage, which ``_head`` multiplies by itself."""

@@ -19,6 +19,8 @@ from megatron_retool.planning.models import MODELS
         ("qwen3.5-9b", {"embedding", "router", "experts"}),
         ("qwen3-next-80b-a3b", {"embedding"}),
         ("gemma-3-1b", {"delta_net", "router", "experts"}),
+        ("granite-3.2-2b", {"delta_net", "router", "experts"}),
+        ("granite-4.0-micro", {"delta_net", "router", "experts"}),
     ],
 )
 def test_a_models_operators(model: str, absent: set[str]) -> None:
@@ -33,7 +35,6 @@ def test_a_models_operators(model: str, absent: set[str]) -> None:
         ("gpt-oss-20b", "attention sinks"),
         ("deepseek-v3.2", "sparse attention"),
         ("granite-4.0-h-micro", "Mamba-2"),
-        ("granite-3.2-2b", "residual_multiplier"),
     ],
 )
 def test_what_is_missing_is_said(model: str, missing: str) -> None:

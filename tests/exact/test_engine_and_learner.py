@@ -226,6 +226,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
         ("gemma-3-1b", "bfloat16", {**SIZES, "sliding_window": 20, "sliding_window_pattern": 2}),
         ("ministral-3-8b", "bfloat16", SIZES),
+        ("granite-3.2-2b", "bfloat16", SIZES),
+        ("granite-3.1-1b-a400m", "bfloat16", SIZES),
+        ("granite-4.0-micro", "float32", {**SIZES, "shared_intermediate_size": 128, "mamba_d_head": 16}),
         ("ernie-4.5-0.3b", "float32", {**SIZES, "architectures": ["Ernie4_5_ForCausalLM"]}),
         ("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
         (

@@ -44,6 +44,8 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
         "gemma-3-1b",
         "ministral-3-8b",
         "ernie-4.5-0.3b",
+        "granite-3.2-2b",
+        "granite-3.1-1b-a400m",
     ],
 )
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
