@@ -75,6 +75,8 @@ class Architecture:
     """What attention scores are multiplied by; None: 1 / sqrt(head_dim)."""
     embedding_scale: float = 1.0
     """What the embedding's output is multiplied by."""
+    embedding_scale_rounded: bool = False
+    """That factor is rounded to the weights' dtype first."""
     residual_multiplier: float = 1.0
     """What the output of attention and of the MLP is multiplied by before it is added to the residual stream."""
     logits_scaling: float = 1.0

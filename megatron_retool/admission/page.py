@@ -165,7 +165,7 @@ parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_h
 vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
 models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
 parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
-each group. Transformer Engine's layers, shared prefixes and `learner.match_engine=exact` are refused by name. SGLang's
+each group. Transformer Engine's layers and shared prefixes are refused by name, and exact numbers on a GPU. SGLang's
 operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one
 tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused
 for them; `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the

@@ -7,12 +7,13 @@ from conversion.model.rotary import query_factor
 from megatron_retool.config import ConfigError
 
 OPERATORS = (
-    "embedding", "norm", "qkv", "rotary", "attention", "delta_net", "attention_output", "mlp_up", "activation",
-    "mlp_down", "router", "experts", "head",
+    "embedding", "norm", "qkv", "rotary", "attention", "delta_net", "mamba", "attention_output", "mlp_up",
+    "activation", "mlp_down", "router", "experts", "head",
 )  # fmt: skip
 """What engine and learner exchange, in the order of a layer. embedding: the factor of those that have one; the four
-linear layers by what they are for; delta_net: convolution, rates, delta rule and gated norm; experts: both of an
-expert's products, its activation and the sum; head: output layer, log-softmax and sampling filters."""
+linear layers by what they are for; delta_net: convolution, rates, delta rule and gated norm; mamba: convolution, steps,
+state space and norm of what is gated; experts: both of an expert's products, its activation and the sum; head: output
+layer, log-softmax and sampling filters."""
 
 
 def operators_of(architecture: Architecture) -> tuple[str, ...]:
@@ -22,8 +23,10 @@ def operators_of(architecture: Architecture) -> tuple[str, ...]:
         absent |= {"mlp_up", "activation", "mlp_down"}
     if architecture.embedding_scale == 1.0:
         absent.add("embedding")
-    if not architecture.linear_layers:
+    if architecture.delta_net is None:
         absent.add("delta_net")
+    if architecture.mamba is None:
+        absent.add("mamba")
     return tuple(each for each in OPERATORS if each not in absent)
 
 
@@ -42,7 +45,7 @@ def missing_operators(architecture: Architecture, *, gpu: bool) -> list[str]:
     has = {
         "latent attention": gpu and architecture.latent is not None,
         "linear attention": gpu and architecture.delta_net is not None,
-        "Mamba-2": architecture.mamba is not None,
+        "Mamba-2": gpu and architecture.mamba is not None,
         "sparse attention": architecture.indexer is not None,
         "attention sinks": architecture.attention_sinks,
         f"the activation {architecture.activation}": architecture.activation not in ("silu", "gelu_tanh"),

@@ -328,20 +328,27 @@ def log_normalizers(logits, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def convolved(x, weight, out):  # type: ignore[no-untyped-def]
-    """silu of each feature's weighted sum over its last tokens; the last weight is the present token's.
+def convolved(x, weight, bias, out):  # type: ignore[no-untyped-def]
+    """silu of each feature's bias and weighted sum over its last tokens; the last weight is the present token's.
 
-    ``x`` [batch, features, width - 1 + tokens], ``weight`` [features, width], ``out`` [batch, features, tokens].
+    ``x`` [batch, features, width - 1 + tokens], ``weight`` [features, width], ``bias`` [features], ``out`` [batch,
+    features, tokens].
     """
     batch, features, tokens = out.shape
     width = weight.shape[1]
     for line in range(batch * features):
         first, factors = line * (tokens + width - 1), line % features * width
         for token in range(tokens):
-            total = np.float32(0.0)
+            total = element(bias, line % features)
             for place in range(width):
                 total = fma(element(weight, factors + place), element(x, first + token + place), total)
             out[line // features, line % features, token] = total * _sigmoid(total)
+
+
+@njit(inline="always", **_OPTIONS)
+def _softplus(x):  # type: ignore[no-untyped-def]
+    wide = np.float64(x)
+    return np.float32(max(wide, 0.0) + math.log1p(math.exp(-abs(wide))))
 
 
 @_compiled
@@ -353,9 +360,8 @@ def rates(steps, logits, log_factors, bias, log_decays, betas):  # type: ignore[
     heads = len(log_factors)
     for i in range(log_decays.shape[0]):
         for head in range(heads):
-            x = np.float64(element(steps, i * heads + head) + element(bias, head))
-            softplus = np.float32(max(x, 0.0) + math.log1p(math.exp(-abs(x))))
-            log_decays[i, head] = -(np.float32(math.exp(np.float64(element(log_factors, head)))) * softplus)
+            step = _softplus(element(steps, i * heads + head) + element(bias, head))
+            log_decays[i, head] = -(np.float32(math.exp(np.float64(element(log_factors, head)))) * step)
             betas[i, head] = _sigmoid(element(logits, i * heads + head))
 
 
@@ -416,3 +422,33 @@ def delta_rule(query, key, value, log_decays, betas, eps, states, slots, starts,
                     answer = dots(states, start, keys, (place,), length)[0]
                     _change(states, first + row, kept, beta * (element(value, wanted + row) - kept * answer), own)
                     out[token, head, row] = dots(states, start, queries, (place,), length)[0]
+
+
+@_compiled
+def state_space(value, steps, rates, skip, bias, write, read, states, slots, starts, out):  # type: ignore[no-untyped-def]
+    """Mamba-2's memory S of each head, token by token: S = exp(s a) S + s v w^T, then out = S r + d v.
+
+    s is softplus(steps + bias), a is ``rates``, d is ``skip``: float32 [tokens, heads], and [heads] each. ``value`` and
+    ``out`` [tokens, heads, V]; ``write`` and ``read``, float32 [tokens, groups, N], are those of each group of heads.
+    Texts and ``states``, float32 [slots x heads x V, N], as in ``delta_rule``.
+    """
+    heads, size = out.shape[1], out.shape[2]
+    groups, length = read.shape[1], read.shape[2]
+    whole = size - size % 4
+    for text in range(len(slots)):
+        for head in range(heads):
+            group, first = head // (heads // groups), (slots[text] * heads + head) * size
+            for token in range(starts[text], starts[text + 1]):
+                step = _softplus(element(steps, token * heads + head) + element(bias, head))
+                kept, own = exponential(step * rates[head]), write[token, group]
+                place, wanted = (token * groups + group) * length, (token * heads + head) * size
+                for row in range(size):
+                    _change(states, first + row, kept, step * element(value, wanted + row), own)
+                for row in range(0, whole, 4):
+                    answers = dots(states, _four((first + row) * length, length), read, (place,), length)
+                    for each in range(4):
+                        seen = element(value, wanted + row + each)
+                        out[token, head, row + each] = fma(element(skip, head), seen, answers[each])
+                for row in range(whole, size):
+                    answer = dots(states, ((first + row) * length,), read, (place,), length)[0]
+                    out[token, head, row] = fma(element(skip, head), element(value, wanted + row), answer)

@@ -199,14 +199,15 @@ def gated_sum(x: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
     return (x.float() + gate * shared.float()).to(x.dtype)
 
 
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu of each feature's causal convolution: [..., features, width - 1 + tokens] -> [..., features, tokens].
 
-    ``weight`` is [features, width], the present token's last; in the place of tokens before a text stands 0.
+    ``weight`` is [features, width], the present token's last, and ``bias`` [features]; in the place of tokens before a
+    text stands 0.
     """
     lines = x.reshape(-1, *x.shape[-2:])
     out = _empty(x, lines.size(0), lines.size(1), lines.size(2) - weight.size(-1) + 1)
-    _compute(kernels.convolved, lines, weight, out)
+    _compute(kernels.convolved, lines, weight, weight.new_zeros(lines.size(1)) if bias is None else bias, out)
     return out.to(x.dtype).view(*x.shape[:-1], out.size(-1))
 
 
@@ -242,6 +243,40 @@ def delta_rule(
     operands = query, key, value, log_decays, betas
     _compute(kernels.delta_rule, *operands, _UNIT_LENGTH_EPS, memory, slots.long(), starts.long(), out)
     return out.to(value.dtype)
+
+
+def state_space(
+    value: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    skip: Tensor,
+    bias: Tensor,
+    write: Tensor,
+    read: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+) -> Tensor:
+    """What each token reads of its head's memory in Mamba-2, token by token; [tokens, heads, V] as ``value``.
+
+    Args:
+        value: [tokens, heads, V].
+        steps: [tokens, heads], before softplus.
+        rates, skip, bias: [heads], A (float32, negative), D and the steps' bias.
+        write, read: [tokens, groups, N], of each group of heads.
+        states, slots, starts: as in ``delta_rule``, with N in the place of K.
+    """
+    out, memory = _empty(value, *value.shape), states.view(-1, states.size(-1))
+    vectors = write.float(), read.float()
+    operands = value, steps, rates, skip, bias, *vectors, memory, slots.long(), starts.long()
+    _compute(kernels.state_space, *operands, out)
+    return out.to(value.dtype)
+
+
+def norm_of_gated(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
+    """RMS norm of x silu(gate), [..., N] in the dtype of ``x``, rounded once; ``weight`` [N]."""
+    gated = silu_and_multiply(torch.cat([gate, x], -1).float())
+    return rms_norm(gated, weight.float(), eps).to(x.dtype)
 
 
 _UNIT_LENGTH_EPS = 1e-6

@@ -27,9 +27,11 @@ from megatron_retool.learner import exact_gradients
 from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm, SwiGLUMLP
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from megatron_retool.learner.latent_attention import LatentAttention, ReplicatedLinear
+from megatron_retool.learner.mamba import Mamba2, NormOfGated
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
 from megatron_retool.learner.positions import PreparedQueries
 from megatron_retool.learner.precision import Acceleration
+from megatron_retool.learner.recurrent import RecurrentLayer
 
 
 class ExactColumnParallelLinear(ColumnParallelLinear):
@@ -257,26 +259,54 @@ class ExactSelfAttention(SelfAttention):
         return exact_gradients.with_gradient_of(exact, super()._apply_output_gate, x, gate)
 
 
-class ExactGatedDeltaNet(GatedDeltaNet):
-    """Linear attention whose memory goes from token to token; the gradient is that of the rule chunk by chunk."""
+class _ExactRecurrence(RecurrentLayer):
+    """A memory that goes from token to token; the gradient is that of the rule chunk by chunk."""
 
     def _within_rank(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
+        starts, weight = packed.cu_seqlens_q.long(), self.conv1d.weight.squeeze(1)
         with torch.no_grad():
-            exact = self._exact(convolved, rates, packed)
+            texts = (
+                F.pad(x.t(), (weight.size(-1) - 1, 0)) for x in convolved.flatten(1).tensor_split(starts[1:-1].cpu())
+            )
+            mixed = torch.cat([operators.convolve(x, weight, self.conv1d.bias).t() for x in texts])
+            exact = self._exact(mixed.view(convolved.shape), rates, torch.arange(len(starts) - 1), starts)
         ordinary = super()._within_rank
         return exact_gradients.with_gradient_of(exact, lambda c, r: ordinary(c, r, packed), convolved, rates)
 
-    def _exact(self, convolved: Tensor, rates: Tensor, packed: LocalPackedSequences) -> Tensor:
-        """[t, value heads, value_dim], for what ``_within_rank`` is given."""
-        starts, weight = packed.cu_seqlens_q.long(), self.conv1d.weight.squeeze(1)
-        texts = convolved.flatten(1).tensor_split(starts[1:-1].cpu())
-        mixed = torch.cat([operators.convolve(F.pad(x.t(), (weight.size(-1) - 1, 0)), weight).t() for x in texts])
-        query, key, value = self._heads(mixed.view(convolved.shape))
+    def _exact(self, mixed: Tensor, rates: Tensor, texts: Tensor, starts: Tensor) -> Tensor:
+        """[t, heads, value features], for [t, groups, features] behind the convolution and [t, groups, rates]; for
+        ``texts`` and ``starts`` see ``operators.delta_rule``."""
+        raise NotImplementedError
+
+
+class ExactGatedDeltaNet(_ExactRecurrence, GatedDeltaNet):
+    """On one tensor-parallel rank."""
+
+    def _exact(self, mixed: Tensor, rates: Tensor, texts: Tensor, starts: Tensor) -> Tensor:
+        query, key, value = self._heads(mixed)
         betas, steps = (x.flatten(1) for x in rates.chunk(2, -1))
         log_decays, betas = operators.delta_net_rates(steps, betas, self.A_log, self.dt_bias)
-        texts_count, heads = len(texts), value.size(1)
-        states = torch.zeros(texts_count, heads, value.size(-1), key.size(-1))
-        return operators.delta_rule(query, key, value, log_decays, betas, states, torch.arange(texts_count), starts)
+        states = torch.zeros(len(texts), *value.shape[1:], key.size(-1))
+        return operators.delta_rule(query, key, value, log_decays, betas, states, texts, starts)
+
+
+class ExactMamba2(_ExactRecurrence, Mamba2):
+    """On one tensor-parallel rank."""
+
+    def _exact(self, mixed: Tensor, rates: Tensor, texts: Tensor, starts: Tensor) -> Tensor:
+        value, write, read = self._parts(mixed)
+        states = torch.zeros(len(texts), *value.shape[1:], read.size(-1))
+        of_heads = -self.A_log.float().exp(), self.D, self.dt_bias  # as engines keep them
+        return operators.state_space(value, rates.flatten(1), *of_heads, write, read, states, texts, starts)
+
+
+class ExactNormOfGated(NormOfGated):
+    """On one tensor-parallel rank, of one group."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """As ``NormOfGated.forward``."""
+        exact = operators.norm_of_gated(x, self.weight, self.eps, gate)
+        return exact_gradients.with_gradient_of(exact, super().forward, x, gate)
 
 
 class ExactGatedRMSNorm(GatedRMSNorm):
@@ -352,6 +382,8 @@ _EXACT: dict[type[Any], type[Any]] = {
     PreparedQueries: ExactPreparedQueries,
     GatedDeltaNet: ExactGatedDeltaNet,
     GatedRMSNorm: ExactGatedRMSNorm,
+    Mamba2: ExactMamba2,
+    NormOfGated: ExactNormOfGated,
     LatentAttention: ExactLatentAttention,
     ReplicatedLinear: ExactReplicatedLinear,
     SharedExpertMLP: ExactSharedExperts,
@@ -426,6 +458,8 @@ _KINDS = {
     PreparedQueries: {"rotary"},
     GatedDeltaNet: {"delta_net"},
     GatedRMSNorm: {"delta_net"},
+    Mamba2: {"mamba"},
+    NormOfGated: {"mamba"},
 }
 
 

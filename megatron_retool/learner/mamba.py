@@ -53,12 +53,16 @@ class Mamba2(RecurrentLayer):
 
     def _grid(self, convolved: Tensor, rates: Tensor, group: Any = None) -> Tensor:
         decay, bias, skip = (self._own(each, group).float() for each in (self.A_log, self.dt_bias, self.D))
-        size = self.sizes.state_dim
-        values, write, read = self._convolved(convolved, group).split([convolved.size(-1) - 2 * size, size, size], -1)
-        value = values.unflatten(-1, (-1, self.sizes.head_dim)).flatten(2, 3)
+        value, write, read = self._parts(self._convolved(convolved, group))
         step = F.softplus(rates.flatten(2).float() + bias)
         out = state_space(value, write, read, -decay.exp() * step, step)
         return (out + skip.unsqueeze(-1) * value).to(convolved.dtype)
+
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., heads, head_dim] and two of [..., groups, state_dim], of [..., groups, features] that are convolved."""
+        size = self.sizes.state_dim
+        values, write, read = mixed.split([mixed.size(-1) - 2 * size, size, size], -1)
+        return values.unflatten(-1, (-1, self.sizes.head_dim)).flatten(-3, -2), write, read
 
     def _shared_out(self, convolved: Tensor, ranks: int) -> Tensor:
         """Each group's heads become several groups with copies of its two vectors, where ``ranks`` are more."""

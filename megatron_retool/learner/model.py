@@ -162,10 +162,10 @@ class PackedModel(GPTModel):
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        if self.architecture.embedding_scale != 1.0:
-            # transformers rounds the scale to the weights' dtype, too.
-            embedded = embedded * embedded.new_tensor(self.architecture.embedding_scale)
-        return embedded
+        scale = self.architecture.embedding_scale
+        if scale == 1.0:
+            return embedded
+        return embedded * (embedded.new_tensor(scale) if self.architecture.embedding_scale_rounded else scale)
 
     def _sequence_parameters(self, micro_batch: MicroBatch) -> tuple[Tensor | None, PackedSeqParams]:
         lengths: dict[str, Any] = {

@@ -12,15 +12,17 @@ from megatron_retool.planning.models import MODELS
 @pytest.mark.parametrize(
     ("model", "absent"),
     [
-        ("qwen3-8b", {"embedding", "delta_net", "router", "experts"}),
-        ("qwen3-30b-a3b", {"embedding", "delta_net", "mlp_up", "activation", "mlp_down"}),
-        ("deepseek-v3", {"embedding", "delta_net"}),
-        ("qwen1.5-moe-a2.7b", {"embedding", "delta_net"}),
-        ("qwen3.5-9b", {"embedding", "router", "experts"}),
-        ("qwen3-next-80b-a3b", {"embedding"}),
-        ("gemma-3-1b", {"delta_net", "router", "experts"}),
-        ("granite-3.2-2b", {"delta_net", "router", "experts"}),
-        ("granite-4.0-micro", {"delta_net", "router", "experts"}),
+        ("qwen3-8b", {"embedding", "delta_net", "mamba", "router", "experts"}),
+        ("qwen3-30b-a3b", {"embedding", "delta_net", "mamba", "mlp_up", "activation", "mlp_down"}),
+        ("deepseek-v3", {"embedding", "delta_net", "mamba"}),
+        ("qwen1.5-moe-a2.7b", {"embedding", "delta_net", "mamba"}),
+        ("qwen3.5-9b", {"embedding", "mamba", "router", "experts"}),
+        ("qwen3-next-80b-a3b", {"embedding", "mamba"}),
+        ("gemma-3-1b", {"delta_net", "mamba", "router", "experts"}),
+        ("granite-3.2-2b", {"delta_net", "mamba", "router", "experts"}),
+        ("granite-4.0-micro", {"delta_net", "mamba", "router", "experts"}),
+        ("granite-4.0-h-micro", {"delta_net", "router", "experts"}),
+        ("granite-4.0-h-tiny", {"delta_net"}),
     ],
 )
 def test_a_models_operators(model: str, absent: set[str]) -> None:
@@ -34,7 +36,6 @@ def test_a_models_operators(model: str, absent: set[str]) -> None:
     [
         ("gpt-oss-20b", "attention sinks"),
         ("deepseek-v3.2", "sparse attention"),
-        ("granite-4.0-h-micro", "Mamba-2"),
     ],
 )
 def test_what_is_missing_is_said(model: str, missing: str) -> None:

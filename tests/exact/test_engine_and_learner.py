@@ -168,7 +168,7 @@ def exact_server(config: EngineConfig, directory: Path) -> ForkedServer:
 
 
 def learn(directory: Path, dtype: str, texts: list[Any]) -> list[dict[str, Any]]:
-    # Windows and delta nets do not go together with shared prefixes, exact or not.
+    # Windows and layers with a state do not go together with shared prefixes, exact or not.
     architecture = Architecture.from_pretrained(directory)
     forms = (False,) if architecture.sliding_window or architecture.linear_layers else (False, True)
     return [log_probs(directory, dtype, texts, share_prefixes=share) for share in forms]
@@ -211,6 +211,7 @@ def save_tiny_model(family: str, changes: dict[str, Any], dtype: str, directory:
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
 """Sizes that SGLang's runner on a CPU takes."""
+HYBRID = {**SIZES, "shared_intermediate_size": 128, "mamba_d_head": 16, "layer_types": ["mamba", "attention", "mamba"]}
 
 
 @pytest.mark.parametrize(
@@ -226,9 +227,11 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 6
         ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
         ("gemma-3-1b", "bfloat16", {**SIZES, "sliding_window": 20, "sliding_window_pattern": 2}),
         ("ministral-3-8b", "bfloat16", SIZES),
-        ("granite-3.2-2b", "bfloat16", SIZES),
+        ("granite-3.2-2b", "bfloat16", {**SIZES, "embedding_multiplier": 12.7, "logits_scaling": 6.1}),
         ("granite-3.1-1b-a400m", "bfloat16", SIZES),
-        ("granite-4.0-micro", "float32", {**SIZES, "shared_intermediate_size": 128, "mamba_d_head": 16}),
+        ("granite-4.0-micro", "float32", {**HYBRID, "layer_types": ["attention"] * 3}),
+        ("granite-4.0-h-micro", "bfloat16", HYBRID),
+        ("granite-4.0-h-tiny", "float32", HYBRID),
         ("ernie-4.5-0.3b", "float32", {**SIZES, "architectures": ["Ernie4_5_ForCausalLM"]}),
         ("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
         (

@@ -13,6 +13,7 @@ from numba import njit
 
 from megatron_retool.exact import kernels, operators
 from megatron_retool.learner.delta_rule import gated_delta_rule
+from megatron_retool.learner.state_space import state_space
 
 ROWS = st.integers(1, 40)
 SIZES = st.integers(1, 70)
@@ -157,11 +158,13 @@ def test_attention_over_latents_is_that_over_each_heads_keys(length: int, dtype:
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 9), DTYPES, st.integers(0, 1000))
 def test_convolution(tokens: int, width: int, features: int, dtype: torch.dtype, seed: int) -> None:
     x, weight = normal((features, tokens), dtype, seed), normal((features, width), dtype, seed + 1)
+    bias = normal((features,), dtype, seed + 2) if seed % 2 else None
     known = torch.nn.functional.pad(x, (width - 1, 0))
-    whole = operators.convolve(known, weight)
-    one_by_one = [operators.convolve(known[None, :, at : at + width], weight)[0] for at in range(tokens)]
+    whole = operators.convolve(known, weight, bias)
+    one_by_one = [operators.convolve(known[None, :, at : at + width], weight, bias)[0] for at in range(tokens)]
     assert torch.equal(whole, torch.cat(one_by_one, 1))
-    summed = torch.nn.functional.conv1d(known.double(), weight.double()[:, None], groups=features)
+    wide_bias = None if bias is None else bias.double()
+    summed = torch.nn.functional.conv1d(known.double(), weight.double()[:, None], wide_bias, groups=features)
     expected = torch.nn.functional.silu(summed)
     assert (whole.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
 
@@ -206,6 +209,60 @@ def test_delta_rule(
         expected = gated_delta_rule(own[0], own[1], own[2], own[3], own[4])[0]
         far = (whole[starts[text] : starts[text + 1]].double() - expected).abs().max()
         assert far / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([(1, 1), (2, 4), (1, 3)]),
+    st.sampled_from([(5, 7), (16, 8), (20, 3)]),
+    DTYPES,
+    st.integers(0, 1000),
+)
+def test_state_space(
+    lengths: list[int], heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    """Texts side by side, token by token, and in slots of another order."""
+    tokens, texts = sum(lengths), len(lengths)
+    value = normal((tokens, heads[1], sizes[1]), dtype, seed)
+    steps = 3 * normal((tokens, heads[1]), dtype, seed + 1)
+    write, read = (normal((tokens, heads[0], sizes[0]), dtype, seed + each) for each in (2, 3))
+    rates = -normal((heads[1],), torch.float32, seed + 4).exp()
+    skip, bias = (normal((heads[1],), dtype, seed + each) for each in (5, 6))
+    of_heads, starts = (rates, skip, bias), torch.tensor([0, *lengths]).cumsum(0)
+    kept = torch.zeros(texts, heads[1], sizes[1], sizes[0])
+    whole = operators.state_space(value, steps, *of_heads, write, read, kept, torch.arange(texts), starts)
+
+    slots, cached = torch.arange(texts).flip(0), torch.zeros(texts + 1, *kept.shape[1:])
+    for text, slot in enumerate(slots):
+        for token in range(starts[text], starts[text + 1]):
+            own = [each[token : token + 1] for each in (value, steps, write, read)]
+            one = operators.state_space(*own[:2], *of_heads, *own[2:], cached, slot.view(1), torch.tensor([0, 1]))
+            assert torch.equal(one, whole[token : token + 1])
+    assert torch.equal(cached[slots], kept)
+
+    step = torch.nn.functional.softplus((steps.float() + bias.float()).double(), threshold=100.0)
+    for text in range(texts):
+        here = slice(starts[text], starts[text + 1])
+        own = [each[None, here].double() for each in (value, write, read)]
+        expected = state_space(*own, step[None, here] * rates.double(), step[None, here])[0]
+        expected = expected + skip.double().unsqueeze(-1) * own[0][0]
+        far = (whole[here].double() - expected).abs().max()
+        assert far / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
+
+
+@settings(max_examples=20, deadline=None)
+@given(ROWS, SIZES, DTYPES, st.integers(0, 1000))
+def test_norm_of_gated(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    x, gate = (normal((rows, size), dtype, seed + each) for each in (0, 1))
+    weight, both = normal((size,), dtype, seed + 2), torch.cat([x, gate], -1)
+    gated = x.double() * torch.nn.functional.silu(gate.double())
+    expected = gated * (gated.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+    def normed(pair: torch.Tensor) -> torch.Tensor:
+        return operators.norm_of_gated(pair[:, :size], weight, 1e-6, pair[:, size:])
+
+    check(normed, both, expected, rows // 2)
 
 
 @settings(max_examples=20, deadline=None)

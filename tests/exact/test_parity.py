@@ -46,6 +46,7 @@ def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
         "ernie-4.5-0.3b",
         "granite-3.2-2b",
         "granite-3.1-1b-a400m",
+        "granite-4.0-h-tiny",
     ],
 )
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
         "zero_centered_norm": True,
         "softmax_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
         "embedding_scale": math.sqrt(config.integer("hidden_size")),
+        "embedding_scale_rounded": True,
     }
 
 

@@ -23,6 +23,7 @@ from sglang_rollout.engine.exact_plugin import exact_head
 _LAYERS = "sglang.srt.layers."
 _DEEPSEEK = "sglang.srt.models.deepseek_v2."
 _DELTA_NETS = "sglang_cpu_engine.delta_nets."
+_MAMBA = "sglang_cpu_engine.mamba."
 VARIABLE = "MEGATRON_RETOOL_EXACT_MODEL"
 
 
@@ -81,6 +82,11 @@ def register() -> None:
             (_DELTA_NETS + "answers", operators.delta_rule),
             (_DELTA_NETS + "gated_norm", gated_norm),
         ),
+        "mamba": (
+            (_DELTA_NETS + "convolved", convolved),
+            (_MAMBA + "walked", state_space),
+            ("attention.mamba.mixer2_rms_norm_gated.Mixer2RMSNormGated.forward_native", norm_of_gated),
+        ),
         "activation": (
             ("activation.SiluAndMul.forward_native", silu_and_mul),
             ("activation.GeluAndMul.forward_native", gelu_and_mul),
@@ -94,7 +100,7 @@ def register() -> None:
     }
     for operator in exchanged() & hooks.keys():
         for target, hook in hooks[operator]:
-            whole = target if target.startswith(("sglang.", _DELTA_NETS)) else _LAYERS + target
+            whole = target if target.startswith(("sglang.", "sglang_cpu_engine.")) else _LAYERS + target
             HookRegistry.register(whole, hook, HookType.REPLACE)
     if "attention" in exchanged():
         for name in ("prepare", "core"):
@@ -164,14 +170,37 @@ def _normed(norm: Any, weight: torch.Tensor, x: torch.Tensor, residual: torch.Te
 
 def convolved(known: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
     """As ``sglang_cpu_engine.delta_nets.convolved``."""
-    assert bias is None and activation in ("silu", "swish"), "the learner's convolution has no bias, and silu behind it"
-    return operators.convolve(known, weight)
+    assert activation in ("silu", "swish"), "the learner's convolution has silu behind it"
+    return operators.convolve(known, weight, bias)
 
 
 def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str) -> torch.Tensor:
     """As ``sglang_cpu_engine.delta_nets.gated_norm``."""
     assert activation == "silu", "the learner's norm is multiplied by silu of its gate"
     return operators.gated_rms_norm(x, weight, eps, gate)
+
+
+def state_space(
+    value: torch.Tensor,
+    steps: torch.Tensor,
+    rates: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+    skip: torch.Tensor,
+    bias: torch.Tensor,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
+    """As ``sglang_cpu_engine.mamba.walked``."""
+    return operators.state_space(
+        value, steps, rates, skip, bias, write, read, states, torch.arange(len(states)), starts
+    )
+
+
+def norm_of_gated(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Of one group's features."""
+    assert norm.n_groups == 1, "the learner's norm is exact for one group"
+    return operators.norm_of_gated(x, norm.weight, norm.variance_epsilon, gate)
 
 
 def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any) -> Any:
@@ -271,6 +300,7 @@ _OPERATORS_OF_LAYERS = {
     "RowParallelLinear": "mlp_down",
     "o_proj": "attention_output",
     "out_proj": "attention_output",
+    "in_proj": "qkv",
     "in_proj_qkvz": "qkv",
     "in_proj_ba": "qkv",
     "q_proj": "qkv",

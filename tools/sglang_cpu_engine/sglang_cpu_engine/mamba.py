@@ -6,7 +6,8 @@ group's vector b, and reads it by the group's vector c:
     S = exp(s A) S + s v b^T        o = S c + D v        with the step s = softplus(dt + dt_bias)
 
 SGLang's own functions, which these stand for by name and arguments, are Triton kernels. Everything is computed in
-float32, and a request's numbers do not depend on its neighbours, nor on where a prefill was cut.
+float32, and a request's numbers do not depend on its neighbours, nor on where a prefill was cut. Another plugin may
+exchange ``walked``.
 """
 
 from __future__ import annotations
