@@ -236,17 +236,18 @@ def test_state_space(
     slots, cached = torch.arange(texts).flip(0), torch.zeros(texts + 1, *kept.shape[1:])
     for text, slot in enumerate(slots):
         for token in range(starts[text], starts[text + 1]):
-            own = [each[token : token + 1] for each in (value, steps, write, read)]
-            one = operators.state_space(*own[:2], *of_heads, *own[2:], cached, slot.view(1), torch.tensor([0, 1]))
+            own, its_step, writes, reads = (each[token : token + 1] for each in (value, steps, write, read))
+            memory = (cached, slot.view(1), torch.tensor([0, 1]))
+            one = operators.state_space(own, its_step, *of_heads, writes, reads, *memory)
             assert torch.equal(one, whole[token : token + 1])
     assert torch.equal(cached[slots], kept)
 
     step = torch.nn.functional.softplus((steps.float() + bias.float()).double(), threshold=100.0)
     for text in range(texts):
         here = slice(starts[text], starts[text + 1])
-        own = [each[None, here].double() for each in (value, write, read)]
-        expected = state_space(*own, step[None, here] * rates.double(), step[None, here])[0]
-        expected = expected + skip.double().unsqueeze(-1) * own[0][0]
+        values, writes, reads = (each[None, here].double() for each in (value, write, read))
+        expected = state_space(values, writes, reads, step[None, here] * rates.double(), step[None, here])[0]
+        expected = expected + skip.double().unsqueeze(-1) * values[0]
         far = (whole[here].double() - expected).abs().max()
         assert far / expected.abs().max().clamp(min=1.0) < BOUNDS[dtype]
 
