@@ -144,7 +144,7 @@ def _compare_exact(directory: Path) -> tuple[Any, list[str]]:
     return too_far(figures), [str(event) for event in record.mixed]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "olmo3", "gemma3_text", "ministral3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "granitemoe", "olmo3", "gemma3_text", "ministral3"])
 def test_exact_layers_equal_transformers(family: str, references: Any, on_gpus: Run) -> None:
     for engine in (False, True):
         assert on_gpus(_compare_exact, references(family, 2), engine=engine) == ({}, [])
