@@ -102,8 +102,8 @@ def _attention(dtype: torch.dtype, heads: int, groups: int, head_dim: int) -> li
 
 
 def _head_shapes() -> list[Any]:
-    """(heads, groups, head_dim) of one published model for each head_dim, and for the fewest and most heads of a group
-    that it comes with."""
+    """(heads, groups, head_dim) of one published model for each head_dim with the most heads of a group that it comes
+    with, and of some others."""
     found: dict[tuple[int, int], Any] = {}
     quick = {(64, 7), (128, 1), (128, 8), (256, 4)}
     for model in MODELS.values():
@@ -117,8 +117,8 @@ def _head_shapes() -> list[Any]:
                 id=f"{kind[1]} of {head_dim}",
             )
     assert quick <= found.keys()
-    ends = {(size, end(count for other, count in found if other == size)) for size, _ in found for end in (min, max)}
-    return [shape for kind, shape in found.items() if kind in quick | ends]
+    most = {(size, max(count for other, count in found if other == size)) for size, _ in found}
+    return [shape for kind, shape in found.items() if kind in quick | most]
 
 
 def _hold_attention(found: list[Kernel], capability: tuple[int, int]) -> None:

@@ -45,9 +45,14 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
     return device_compiler.kernels_of(launch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "capability", [HOPPER, *(pytest.param(each, marks=pytest.mark.slow) for each in (AMPERE, ADA, BLACKWELL))], ids=str
+    ("capability", "dtype"),
+    [
+        (HOPPER, torch.bfloat16),
+        (HOPPER, torch.float32),
+        *(pytest.param(each, torch.bfloat16, marks=pytest.mark.slow) for each in (AMPERE, ADA, BLACKWELL)),
+    ],
+    ids=str,
 )
 def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="torch's build for CPUs comes without Triton")
