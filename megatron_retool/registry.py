@@ -23,6 +23,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -300,10 +301,17 @@ def _load_module(key: str, target: str, place: str) -> Any:
         ) from error
 
 
+class _OwnFile(importlib.machinery.SourceFileLoader):
+    """Leaves no compiled file beside the user's."""
+
+    def set_data(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+
 def _load_file(name: str, path: Path) -> Any:
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_OwnFile(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
