@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Installs what is missing, then linting, type checks and the tests (under 20 minutes on two cores).
 #
-#   bash scripts/test.sh [--all | pytest arguments]
+#   bash scripts/test.sh [--all | --most | pytest arguments]
 #
 #   bash scripts/test.sh                             everything but slow tests and those with published weights
-#   bash scripts/test.sh --all                       these too (about an hour)
+#   bash scripts/test.sh --most                      these too, but not those marked rare (about an hour)
+#   bash scripts/test.sh --all                       all of them
 #   bash scripts/test.sh -m slow                     tests that take minutes
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #
@@ -16,15 +17,18 @@ bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONDONTWRITEBYTECODE=  # hundreds of processes import what one has compiled
-if [[ $# -eq 0 || "$*" == --all ]]; then
+if [[ $# -eq 0 || "$*" == --all || "$*" == --most ]]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check --quiet .
   "$bin/mypy"
   "$bin/lint-imports" --no-logo
   "$bin/vulture"
-  which="not slow and not real_weights"
-  # All of them; weights are downloaded only where the expression names them.
-  if [[ $# -ne 0 ]]; then which="real_weights or not real_weights"; fi
+  # Weights are downloaded only where the expression names them.
+  case "$*" in
+    --all) which="real_weights or not real_weights" ;;
+    --most) which="(real_weights or not real_weights) and not rare" ;;
+    *) which="not slow and not real_weights" ;;
+  esac
   # Two files at a time. Whole runs and jobs, which keep more than a core busy, come last, beside one another.
   whole=(tests/end_to_end tests/slurm)
   status=0

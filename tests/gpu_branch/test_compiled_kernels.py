@@ -113,7 +113,7 @@ def _head_shapes() -> list[Any]:
         if architecture.latent is None and kind not in found:
             found[kind] = pytest.param(
                 (heads, groups, head_dim),
-                marks=() if kind in quick else pytest.mark.slow,
+                marks=() if kind in quick else [pytest.mark.slow, pytest.mark.rare],
                 id=f"{kind[1]} of {head_dim}",
             )
     assert quick <= found.keys()
@@ -135,12 +135,14 @@ def test_attention_over_common_prefixes(shape: tuple[int, int, int], compile_for
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("capability", [AMPERE, ADA, BLACKWELL])
 def test_attention_of_other_gpus(capability: tuple[int, int], compile_for: Compile) -> None:
     _hold_attention(compile_for(capability, _attention, torch.bfloat16, 16, 2, 128), capability)
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_attention_in_float32(compile_for: Compile) -> None:
     _hold_attention(compile_for(HOPPER, _attention, torch.float32, 16, 2, 128), HOPPER)
 

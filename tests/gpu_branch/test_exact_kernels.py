@@ -50,7 +50,10 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
     [
         (HOPPER, torch.bfloat16),
         (HOPPER, torch.float32),
-        *(pytest.param(each, torch.bfloat16, marks=pytest.mark.slow) for each in (AMPERE, ADA, BLACKWELL)),
+        *(
+            pytest.param(each, torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.rare])
+            for each in (AMPERE, ADA, BLACKWELL)
+        ),
     ],
     ids=str,
 )

@@ -124,6 +124,7 @@ def test_every_other_family_equals_transformers(engine: bool, references: Any, o
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_four_processes_equal_transformers(family: str, references: Any, on_gpus: Run) -> None:
