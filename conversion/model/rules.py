@@ -145,6 +145,22 @@ def swiglu(mcore: str, hf: str, width: str, layers: Layers = Layers.ALL) -> Rule
     )
 
 
+def fused_swiglu(mcore: str, gate_up: str, down: str, width: str, both: str, layers: Layers) -> Rules:
+    """``swiglu`` with one tensor of ``both`` rows on disk, gate over up; ``mcore`` is a prefix, the others names."""
+    return (
+        Rule(
+            mcore + "linear_fc1.weight",
+            (gate_up,),
+            ((both, "hidden"),),
+            Arrangement.GATE_UP,
+            (width, width),
+            tp_dim=0,
+            layers=layers,
+        ),
+        Rule(mcore + "linear_fc2.weight", (down,), (("hidden", width),), tp_dim=1, layers=layers),
+    )
+
+
 EMBEDDING = Rule(
     EMBEDDING_NAME, ("model.embed_tokens.weight",), (("vocab", "hidden"),), Arrangement.VOCABULARY, tp_dim=0
 )
@@ -313,17 +329,8 @@ GATED_ATTENTION: Rules = (
 SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn", Layers.DENSE)
 """The MLP of dense layers; beside ``EXPERTS`` where ``Architecture.dense_layers`` may name some."""
 
-FUSED_SWIGLU: Rules = (
-    Rule(
-        MCORE_LAYER + "mlp.linear_fc1.weight",
-        (HF_LAYER + "mlp.gate_up_proj.weight",),
-        (("gate_up", "hidden"),),
-        Arrangement.GATE_UP,
-        ("ffn", "ffn"),
-        tp_dim=0,
-        layers=Layers.DENSE,
-    ),
-    *SWIGLU[1:],
+FUSED_SWIGLU: Rules = fused_swiglu(
+    MCORE_LAYER + "mlp.", HF_LAYER + "mlp.gate_up_proj.weight", SWIGLU[1].hf[0], "ffn", "gate_up", Layers.DENSE
 )
 """``SWIGLU`` whose gate and up are one tensor on disk."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.model.rules import HF_LAYER, MCORE_LAYER, Arrangement, Layers, Rule, Rules
+from conversion.model.rules import HF_LAYER, MCORE_LAYER, Arrangement, Layers, Rule, Rules, fused_swiglu
 
 _STACKED, _LOCAL = HF_LAYER + "mlp.experts.", MCORE_LAYER + "mlp.experts.local_experts.{expert}."
 
@@ -50,41 +50,23 @@ ROW_STACKED_EXPERTS: Rules = (
         (("experts", "hidden"),),
         layers=Layers.EXPERTS,
     ),
-    Rule(
-        _LOCAL + "linear_fc1.weight",
-        (_GRANITE + "input_linear.weight[{expert}, :]",),
-        (("expert_gate_up", "hidden"),),
-        Arrangement.GATE_UP,
-        ("expert_ffn", "expert_ffn"),
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        _LOCAL + "linear_fc2.weight",
-        (_GRANITE + "output_linear.weight[{expert}, :]",),
-        (("hidden", "expert_ffn"),),
-        tp_dim=1,
-        layers=Layers.EXPERTS,
+    *fused_swiglu(
+        _LOCAL,
+        _GRANITE + "input_linear.weight[{expert}, :]",
+        _GRANITE + "output_linear.weight[{expert}, :]",
+        "expert_ffn",
+        "expert_gate_up",
+        Layers.EXPERTS,
     ),
 )
 """In place of ``EXPERTS``, in Granite: all experts of a layer in one tensor, gate over up."""
 
-FUSED_SHARED_EXPERT: Rules = (
-    Rule(
-        MCORE_LAYER + "mlp.shared_experts.linear_fc1.weight",
-        (_SHARED_MLP + "input_linear.weight",),
-        (("shared_gate_up", "hidden"),),
-        Arrangement.GATE_UP,
-        ("shared_ffn", "shared_ffn"),
-        tp_dim=0,
-        layers=Layers.EXPERTS,
-    ),
-    Rule(
-        MCORE_LAYER + "mlp.shared_experts.linear_fc2.weight",
-        (_SHARED_MLP + "output_linear.weight",),
-        (("hidden", "shared_ffn"),),
-        tp_dim=1,
-        layers=Layers.EXPERTS,
-    ),
+FUSED_SHARED_EXPERT: Rules = fused_swiglu(
+    MCORE_LAYER + "mlp.shared_experts.",
+    _SHARED_MLP + "input_linear.weight",
+    _SHARED_MLP + "output_linear.weight",
+    "shared_ffn",
+    "shared_gate_up",
+    Layers.EXPERTS,
 )
 """Beside ``ROW_STACKED_EXPERTS``, in place of ``SHARED_EXPERT``: gate and up are one tensor on disk."""
