@@ -3,10 +3,9 @@
 #
 #   bash scripts/test.sh [--all | --most | pytest arguments]
 #
-#   bash scripts/test.sh                             everything but slow tests and those with published weights
-#   bash scripts/test.sh --most                      these too, but not those marked rare (about an hour)
-#   bash scripts/test.sh --all                       all of them
-#   bash scripts/test.sh -m slow                     tests that take minutes
+#   bash scripts/test.sh                             quick tests
+#   bash scripts/test.sh --most                      slow ones too, and those with published weights: what .ci/run asks for
+#   bash scripts/test.sh --all                       rare ones too (hours): before a release
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #
 # `.venv/bin/pytest --help` has pytest's arguments.
@@ -19,7 +18,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONDONTWRITEBYTECODE=  # hundreds of processes import what one has compiled
 # Weights are downloaded only where the expression names them.
 case "$*" in
-  "") which="not slow and not real_weights" ;;
+  "") which="not slow and not rare and not real_weights" ;;
   --most) which="(real_weights or not real_weights) and not rare" ;;
   --all) which="real_weights or not real_weights" ;;
   *) exec "$bin/python" -m pytest "$@" ;;

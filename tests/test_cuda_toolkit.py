@@ -121,7 +121,7 @@ torch.version.cuda = "13.0"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.real_weights
 def test_the_pinned_packages_preload_and_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a node's packages: the memory saver's preload resolves, and SGLang's kernels compile and link."""

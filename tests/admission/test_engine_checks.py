@@ -31,6 +31,7 @@ def saved(config: Mapping[str, Any], directory: Path, **said: Any) -> tuple[Path
     return directory, architecture
 
 
+@pytest.mark.rare
 def test_other_numbers_are_found(tmp_path: Path) -> None:
     pytest.importorskip("sglang")
     same, weight = saved(GEMMA, tmp_path / "same"), saved(GEMMA, tmp_path / "weight")

@@ -1,5 +1,8 @@
 """Every built-in family is admitted: in every named layout on up to two processes, two of them on up to four. So are
-published models that leave their family's first one, and parts of families that no published model of theirs has."""
+published models that leave their family's first one, and parts of families that no published model of theirs has.
+
+One family for each kind of attention, of experts and of state is quick to admit; the others are rare tests.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,24 @@ GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2"}
 """What SGLang does not serve on a CPU."""
 OF_A_VARIANT = ("one process", "unpacked, recompute", "tp2 sp", "cp2", "ep2 tp2")
 """Its family shows that stages, checkpoints and common prefixes are right."""
+QUICK = ("deepseek_v3", "gpt_oss", "granitemoehybrid", "qwen2", "qwen3_moe", "qwen3_next")
 UNSERVED = {"dense layers among experts"}
 """What it serves nowhere."""
 
 
 @pytest.fixture(scope="module")
-def admissions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Admission]:
+def admissions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Admission]:
+    """Of all that these tests were chosen to ask for, since processes that examine several have one start."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    chosen = {item.callspec.params["name"] for item in items if item.function is test_admitted}
+    families = zip(model_of_each_family(), one_of_each_family(), strict=True)
     variants = [
         Request(name, config, names=(*OF_A_VARIANT, "ep2") if name in MAMBA else OF_A_VARIANT)
         for name, config in VARIANTS.items()
+        if name in chosen
     ]
-    found = examine([*one_of_each_family(), *variants], tmp_path_factory.mktemp("admission"))
+    wanted = [asked for family, asked in families if family in chosen]
+    found = examine([*wanted, *variants], tmp_path_factory.mktemp("admission"))
     return {admission.model if admission.model in VARIANTS else admission.family: admission for admission in found}
 
 
@@ -42,7 +52,13 @@ def test_every_family_has_a_published_model() -> None:
 
 
 @pytest.mark.timeout(1800)  # the first of them waits for all
-@pytest.mark.parametrize("name", [*built_in_families(), *VARIANTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.rare)
+        for name in [*built_in_families(), *VARIANTS]
+    ],
+)
 def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     admission = admissions[name]
     assert [(check.name, check.reason) for check in admission.failures] == []

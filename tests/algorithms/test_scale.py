@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
@@ -41,6 +42,7 @@ def test_one_long_response_among_many_short_ones_is_not_padded():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
 
 
+@pytest.mark.rare
 def test_the_benchmark_runs_and_its_two_sides_agree():
     command = [sys.executable, "benchmarks/algorithms.py", "--sequences", "32", "--max-length", "512", "--json"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

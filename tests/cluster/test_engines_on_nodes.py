@@ -46,6 +46,7 @@ def nodes() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_an_engine_goes_to_a_node_that_joined_and_ends_with_it(nodes: Cluster, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     settings = [
@@ -91,6 +92,7 @@ def test_an_engine_goes_to_a_node_that_joined_and_ends_with_it(nodes: Cluster, t
     assert "does not start again, the run continues with 1 engine" in said.getvalue()
 
 
+@pytest.mark.rare
 def test_an_engine_on_two_nodes_computes_takes_weights_and_comes_back(nodes: Cluster, tmp_path: Path) -> None:
     second = nodes.add_node(num_cpus=4, node_name="second")
     ids = [ray.get_runtime_context().get_node_id(), second.node_id]

@@ -93,6 +93,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_runs_on_real_ranks_and_wrong_requests_between_them(directory: Path) -> None:
     config = config_of(directory)
     with ray_runtime(config.cluster):

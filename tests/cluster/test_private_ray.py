@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SERVER = """
 import os, pathlib, psutil, subprocess, sys
 import ray
@@ -46,6 +48,7 @@ print("connected", len(nodes))
 """
 
 
+@pytest.mark.slow
 def test_only_who_shows_the_runs_own_token_is_answered_and_on_loopback_alone(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     environment |= {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}

@@ -98,6 +98,7 @@ async def squares(client: CodeInterpreterClient, count: int) -> None:
     assert await asyncio.gather(*(one(i) for i in range(count))) == [f"{i * i}\n" for i in range(count)]
 
 
+@pytest.mark.slow
 def test_node_whose_sandbox_does_not_start_is_named(cluster: Cluster, tmp_path: Path) -> None:
     async def scenario() -> None:
         # One address and one port for two servers, as all nodes here are one machine.

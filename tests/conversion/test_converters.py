@@ -374,6 +374,7 @@ def test_missing_tokenizer(model_directory, tmp_path: Path) -> None:
     convert(bare, tmp_path / "mcore", workers=1, require_tokenizer=False)
 
 
+@pytest.mark.slow
 def test_commands_from_another_directory(model_directory, tmp_path: Path) -> None:
     """The README's two commands, verification included, on a relative path."""
     source = model_directory("qwen2")

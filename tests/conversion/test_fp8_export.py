@@ -62,6 +62,7 @@ def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers:
         assert group["weights"]["strategy"] == "block" and group["weights"]["block_structure"] == [128, 128]
 
 
+@pytest.mark.slow
 def test_scales_that_a_blackwell_engine_takes(model_directory, tmp_path: Path, monkeypatch) -> None:
     source = model_directory("qwen3", **BLOCKS)
     convert(source, tmp_path / "mcore", workers=1)
@@ -90,6 +91,7 @@ def test_a_model_without_whole_blocks_is_refused(model_directory, tmp_path: Path
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "algorithm"), [("fp8", "FP8"), ("nvfp4", "NVFP4")])
 def test_modelopt_checkpoint(model_directory, scheme: str, algorithm: str, tmp_path: Path) -> None:
     pytest.importorskip("modelopt.torch.quantization")

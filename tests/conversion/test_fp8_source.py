@@ -82,6 +82,7 @@ def damaged(kimi: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
 def test_an_exported_checkpoint_comes_back_as_what_it_stands_for(
@@ -105,6 +106,7 @@ def test_an_exported_checkpoint_comes_back_as_what_it_stands_for(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_blocks_at_the_edges_and_a_model_type_from_the_hub(kimi: Path, tp: int, tmp_path: Path) -> None:
     convert(kimi, tmp_path / "mcore", layout=TargetLayout(tp=tp, ep=tp), workers=2, verify=tp == 1)
@@ -116,6 +118,7 @@ def test_blocks_at_the_edges_and_a_model_type_from_the_hub(kimi: Path, tp: int, 
     assert config.keys() == json.loads((kimi / "config.json").read_text()).keys() - {"quantization_config"}
 
 
+@pytest.mark.rare
 def test_verification_by_hand_knows_what_was_dequantised(kimi: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     convert(kimi, tmp_path / "mcore", workers=1)
     arguments = ["--hf-dir", str(kimi), "--mcore-dir", str(tmp_path / "mcore")]

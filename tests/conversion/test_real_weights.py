@@ -94,6 +94,7 @@ def test_tp2_pp2_parts_go_together_again(smollm2: Path) -> None:
     assert_same_bits(found, tensors)
 
 
+@pytest.mark.rare
 def test_transformers_reads_the_block_fp8_export(model_directory, packages: Path, tmp_path: Path) -> None:
     """Not SmolLM2: its hidden size, 576, is no multiple of 128."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}

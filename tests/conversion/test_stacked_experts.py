@@ -91,6 +91,7 @@ def test_a_shard_is_read_without_the_rest(model: Path) -> None:
             assert torch.equal(checkpoint.read_shard(mapping, 2, rank), shard(mapping, full, 2, rank))
 
 
+@pytest.mark.slow
 def test_logits_are_verified(model: Path, tmp_path: Path) -> None:
     report = convert(model, tmp_path / "mcore", verify=True, workers=1, require_tokenizer=False)
     assert report["largest_logit_difference"] < 1e-4

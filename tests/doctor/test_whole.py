@@ -30,7 +30,7 @@ NEED_GPUS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_step_that_a_cpu_host_allows_passes(tmp_path):
     command = [sys.executable, "-m", "megatron_retool", "doctor", "--gpus", "0", "--output", str(tmp_path / "d.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -96,6 +96,7 @@ def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_network_is_measured_by_doctors_on_each_node(tmp_path, monkeypatch):
     """Two on this host, one rank each, as two nodes would."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

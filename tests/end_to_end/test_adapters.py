@@ -46,7 +46,7 @@ def test_engines_sample_from_the_adapted_model(tmp_path):
     assert len(factors) == 2 * len(changed)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_an_adapter_travels_alone_and_what_engines_sample_is_the_same_policy(tmp_path):
     """A run that ends after two steps and goes on with two engines, which pause long responses."""
     config = write_config(

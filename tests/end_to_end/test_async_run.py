@@ -33,6 +33,7 @@ def trained(run_dir) -> list[list[int]]:
     ]
 
 
+@pytest.mark.rare
 def test_engines_are_added_and_removed_during_a_run(tmp_path):
     """One is added, the first is taken away, and the one that is left dies and is replaced."""
     config = write_config(

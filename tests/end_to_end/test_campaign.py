@@ -10,7 +10,7 @@ from tests.campaign.plan import Plan
 from tests.end_to_end.conftest import FinishedRun
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_a_run_survives_three_strikes(demo_run: FinishedRun):
     runs_dir = demo_run.run_dir.parent / "campaign"

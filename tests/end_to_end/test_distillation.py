@@ -19,7 +19,7 @@ from tests.end_to_end.conftest import CommandLine
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_policy_comes_closer_to_its_teacher(tmp_path):
     """Both from random weights; no response is right, and the reward does not count."""
     config = write_config(tmp_path, "student", 6, val_before_train=False, test_freq=0, save_freq=0)

@@ -114,7 +114,7 @@ def clone(demo_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return clone
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_documented_commands_run_as_written(clone: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from tests.end_to_end.conftest import CommandLine
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_mixture_of_experts_in_bfloat16(tmp_path):
     config = write_config(tmp_path, "exact", 2, variant="demo_moe_cpu", val_before_train=False, test_freq=0)
     small = ("demo.pretrain_rows=1", "demo.sft_rows=1", "demo.sft_val_rows=1", "data.max_val_samples=2")

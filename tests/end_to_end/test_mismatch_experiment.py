@@ -14,7 +14,6 @@ from megatron_retool.data.demo.problems import FAMILIES
 from tests.end_to_end.conftest import ROOT, FinishedRun
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_quick_form_runs_and_is_not_run_twice(demo_run: FinishedRun, tmp_path):

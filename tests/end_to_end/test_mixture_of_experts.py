@@ -15,7 +15,7 @@ from tests.end_to_end.conftest import CommandLine
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_learner_takes_the_experts_that_the_engine_chose(tmp_path):
     """Two steps from random weights, where engine and learner differ most."""
     config = write_config(tmp_path, "experts", 2, variant="demo_moe_cpu", val_before_train=False, test_freq=0)

@@ -18,6 +18,7 @@ from tests.end_to_end.conftest import FinishedRun, kill_driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.rare
 def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: FinishedRun):
     run_dir = demo_run.run_dir.with_name("partial")
     arguments = [

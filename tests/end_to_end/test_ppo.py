@@ -15,7 +15,7 @@ from tests.end_to_end.conftest import FinishedRun
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ppo_trains_what_was_sampled_and_resumes(demo_run: FinishedRun):
     run_dir = demo_run.run_dir.with_name("ppo")
     arguments = [

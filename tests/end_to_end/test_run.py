@@ -280,7 +280,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     assert steps(run_dir)[5]["tool/success_rate"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_death_of_a_node_that_ran_a_sandbox_does_not_stop_the_run(demo_run: FinishedRun):
     """Two Ray nodes: learner and engine on the first, a sandbox on each; the second is killed after step 1."""
     noticed_soon = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}

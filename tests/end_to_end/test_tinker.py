@@ -82,7 +82,7 @@ def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
         process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the cookbook is not installed: bash scripts/setup.sh")
 def test_the_cookbooks_loop_trains_the_demo_with_its_tool(demo_run: FinishedRun, tmp_path: Path):

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted(path.parent.name for path in ROOT.glob("tools/*/pyproject.toml"))
+LONG = ("code_interpreter", "sglang_cpu_engine")
 
 
 SGLANG = ("sglang_cpu_engine",)
@@ -96,7 +97,7 @@ def open_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rare if name in LONG else ()) for name in TOOLS])
 def test_a_tool_stands_alone(name: str, open_directory: Path) -> None:
     """Its tests, the README's examples among them, pass where nothing else of the project is."""
     directory, copied = open_directory, open_directory / name

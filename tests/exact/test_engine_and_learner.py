@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -209,6 +210,7 @@ def save_tiny_model(family: str, changes: dict[str, Any], dtype: str, directory:
     return int(model.config.vocab_size)
 
 
+slow, rare = (functools.partial(pytest.param, marks=mark) for mark in (pytest.mark.slow, pytest.mark.rare))
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
 """Sizes that SGLang's runner on a CPU takes."""
 HYBRID = {**SIZES, "shared_intermediate_size": 128, "mamba_d_head": 16, "layer_types": ["mamba", "attention", "mamba"]}
@@ -218,21 +220,21 @@ HYBRID = {**SIZES, "shared_intermediate_size": 128, "mamba_d_head": 16, "layer_t
     ("family", "dtype", "changes"),
     [
         ("qwen2", "bfloat16", {}),
-        ("deepseek-v2-lite", "bfloat16", SIZES),
-        ("deepseek-v2", "float32", SIZES),
-        ("deepseek-v3", "bfloat16", SIZES),
-        ("glm-4.5", "bfloat16", SIZES),
-        ("qwen1.5-moe-a2.7b", "bfloat16", {**SIZES, "shared_expert_intermediate_size": 64}),
-        ("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
-        ("gemma-3-1b", "bfloat16", {**SIZES, "sliding_window": 20, "sliding_window_pattern": 2}),
-        ("ministral-3-8b", "bfloat16", SIZES),
-        ("granite-3.2-2b", "bfloat16", {**SIZES, "embedding_multiplier": 12.7, "logits_scaling": 6.1}),
-        ("granite-3.1-1b-a400m", "bfloat16", SIZES),
-        ("granite-4.0-h-micro", "bfloat16", HYBRID),
-        ("granite-4.0-h-tiny", "bfloat16", HYBRID),
-        ("ernie-4.5-0.3b", "float32", {**SIZES, "architectures": ["Ernie4_5_ForCausalLM"]}),
-        ("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
-        (
+        slow("deepseek-v2-lite", "bfloat16", SIZES),
+        rare("deepseek-v2", "float32", SIZES),
+        slow("deepseek-v3", "bfloat16", SIZES),
+        slow("glm-4.5", "bfloat16", SIZES),
+        rare("qwen1.5-moe-a2.7b", "bfloat16", {**SIZES, "shared_expert_intermediate_size": 64}),
+        slow("olmo-3-7b", "bfloat16", {**SIZES, "sliding_window": 20}),
+        slow("gemma-3-1b", "bfloat16", {**SIZES, "sliding_window": 20, "sliding_window_pattern": 2}),
+        slow("ministral-3-8b", "bfloat16", SIZES),
+        slow("granite-3.2-2b", "bfloat16", {**SIZES, "embedding_multiplier": 12.7, "logits_scaling": 6.1}),
+        slow("granite-3.1-1b-a400m", "bfloat16", SIZES),
+        rare("granite-4.0-h-micro", "bfloat16", HYBRID),
+        slow("granite-4.0-h-tiny", "bfloat16", HYBRID),
+        slow("ernie-4.5-0.3b", "float32", {**SIZES, "architectures": ["Ernie4_5_ForCausalLM"]}),
+        slow("qwen3.5-9b", "float32", {**SIZES, "num_hidden_layers": 4}),
+        slow(
             "qwen3-next-80b-a3b",
             "bfloat16",
             {**SIZES, "num_hidden_layers": 4, "shared_expert_intermediate_size": 64},
@@ -262,6 +264,7 @@ def test_every_log_prob_is_the_same(family: str, dtype: str, changes: dict[str, 
         np.testing.assert_array_equal(each["prefilled"], np.concatenate(rows).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3_moe", "float32")])
 def test_every_log_prob_of_what_filters_leave_is_the_same(family: str, dtype: str, tmp_path: Path) -> None:
     """With more tokens than filters ever leave, and requests with other filters beside one another."""
@@ -279,6 +282,7 @@ def test_every_log_prob_of_what_filters_leave_is_the_same(family: str, dtype: st
         assert kind == 0 or not np.array_equal(theirs[chosen], found[0][chosen])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("qwen3.5-9b", {**SIZES, "num_hidden_layers": 4})])
 def test_every_log_prob_is_the_same_in_any_schedule(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     vocab_size = save_tiny_model(family, changes, "bfloat16", tmp_path / "model")
@@ -322,6 +326,7 @@ async def seeded(url: str) -> list[tuple[list[int], list[float]]]:
     return [(list(each.output_ids), list(each.log_probs)) for each in found]
 
 
+@pytest.mark.slow
 def test_the_same_seeds_give_the_same_answers_in_any_batch(tmp_path: Path) -> None:
     hf_model("qwen3", num_hidden_layers=2).bfloat16().save_pretrained(tmp_path / "model")
     found = []

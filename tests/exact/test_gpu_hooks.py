@@ -15,7 +15,7 @@ from sglang_rollout.engine.process import torchvision_directory
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_hook_has_a_target() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.exact.hooks_on_gpu"],

@@ -113,7 +113,7 @@ def _head_shapes() -> list[Any]:
         if architecture.latent is None and kind not in found:
             found[kind] = pytest.param(
                 (heads, groups, head_dim),
-                marks=() if kind in quick else [pytest.mark.slow, pytest.mark.rare],
+                marks=pytest.mark.slow if kind in quick else pytest.mark.rare,
                 id=f"{kind[1]} of {head_dim}",
             )
     assert quick <= found.keys()
@@ -134,14 +134,12 @@ def test_attention_over_common_prefixes(shape: tuple[int, int, int], compile_for
     _hold_attention(compile_for(HOPPER, _attention, torch.bfloat16, *shape), HOPPER)
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 @pytest.mark.parametrize("capability", [AMPERE, ADA, BLACKWELL])
 def test_attention_of_other_gpus(capability: tuple[int, int], compile_for: Compile) -> None:
     _hold_attention(compile_for(capability, _attention, torch.bfloat16, 16, 2, 128), capability)
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 def test_attention_in_float32(compile_for: Compile) -> None:
     _hold_attention(compile_for(HOPPER, _attention, torch.float32, 16, 2, 128), HOPPER)
@@ -228,6 +226,7 @@ def _received_tokens(experts: int) -> list[Kernel]:
     return device_compiler.kernels_of(fused_indices_to_multihot, chosen, probs, experts)
 
 
+@pytest.mark.slow
 def test_experts_tokens(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="torch's build for CPUs comes without Triton")
     spawn = multiprocessing.get_context("spawn")
@@ -239,6 +238,7 @@ def test_experts_tokens(tmp_path: Path) -> None:
         assert _hold(found, HOPPER) == {"_indices_to_multihot_kernel", "_multihot_to_indices_kernel"}
 
 
+@pytest.mark.slow
 def test_kernel_that_no_gpu_could_load() -> None:
     with pytest.raises(AssertionError, match="too large"):
         _hold([Kernel("too large", code_bytes=1, shared_bytes=SHARED_BYTES[HOPPER] + 1)], HOPPER)

@@ -45,15 +45,13 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
     return device_compiler.kernels_of(launch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [
         (HOPPER, torch.bfloat16),
         (HOPPER, torch.float32),
-        *(
-            pytest.param(each, torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.rare])
-            for each in (AMPERE, ADA, BLACKWELL)
-        ),
+        *(pytest.param(each, torch.bfloat16, marks=pytest.mark.rare) for each in (AMPERE, ADA, BLACKWELL)),
     ],
     ids=str,
 )

@@ -116,6 +116,7 @@ def test_stays_within_its_budget(
                 assert _exceeded(_by_place(fewer), *budgets, _times(of_layer, passes * LAYERS[0])) == [], family
 
 
+@pytest.mark.slow
 def test_a_budget_tells_what_exceeds_it() -> None:
     event = Event("item", "a.py", "f", 3, "b.py:4 g")
     assert _exceeded(Counter({event: 2}), {("item", "a.py", "f"): 1}, {("item", "a.py", "f"): 1}) == []

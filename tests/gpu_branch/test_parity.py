@@ -61,7 +61,12 @@ LOCAL_TWO = {
     "glm_moe_dsa": ("tp2 sp", "cp2"),
     "qwen3_next": ("tp2 sp", "cp2"),
 }
-FAST = [(True, 1, ONE), (True, 2, TWO), (False, 1, LOCAL_ONE), (False, 2, LOCAL_TWO)]
+BY_WORLD = [
+    (True, 1, ONE),
+    (True, 2, TWO),
+    (False, 1, LOCAL_ONE),
+    pytest.param(False, 2, LOCAL_TWO, marks=pytest.mark.rare),
+]
 
 
 def _layers(family: str) -> int:
@@ -108,12 +113,13 @@ def _hold(references: Any, on_gpus: Run, engine: bool, world: int, layouts: Case
     assert {case: answer for case, answer in found.items() if answer != ({}, [], [])} == {}
 
 
-@pytest.mark.parametrize(("engine", "world", "layouts"), FAST)
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "world", "layouts"), BY_WORLD)
 def test_equals_transformers(engine: bool, world: int, layouts: Cases, references: Any, on_gpus: Run) -> None:
     _hold(references, on_gpus, engine, world, layouts)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", [True, False])
 def test_every_other_family_equals_transformers(engine: bool, references: Any, on_gpus: Run) -> None:
@@ -123,7 +129,6 @@ def test_every_other_family_equals_transformers(engine: bool, references: Any, o
     _hold(references, on_gpus, engine, 1, dict.fromkeys(sorted(families), ("one process",)))
 
 
-@pytest.mark.slow
 @pytest.mark.rare
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

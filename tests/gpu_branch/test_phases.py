@@ -153,7 +153,7 @@ def _updated(directory: Path, settings: list[str]) -> tuple[list[dict[str, torch
     return found, [str(event) for event in record.mixed]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_settings_that_change_no_number(family: str, models: Path, on_gpus: Run) -> None:
     settings = {name: setting for name, (of, setting) in SAME.items() if of == family}
     (plain, *others), mixed = on_gpus(_updated, models / f"{family}-2", ["", *settings.values()])

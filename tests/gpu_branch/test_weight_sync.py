@@ -68,6 +68,7 @@ def _push(directory: Path, urls: list[str], key: str, handles: Path) -> dict[str
     return {"verified": found, "refused": refused}
 
 
+@pytest.mark.rare
 def test_engines_load_from_the_memory_of_their_senders_gpu(tmp_path: Path, on_gpus: Any) -> None:
     # An engine on a CPU pads matrices of other sizes, and then holds other tensors than were sent.
     model = hf_model("qwen3", num_hidden_layers=2, hidden_size=64, intermediate_size=128)
@@ -129,6 +130,7 @@ def _quantise_and_push(source: Path, requests: Path, handles: Path) -> None:
     requests.write_text(json.dumps(sync.bodies))
 
 
+@pytest.mark.slow
 def test_engines_in_fp8_load_from_the_memory_of_a_gpu(
     tmp_path: Path, on_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

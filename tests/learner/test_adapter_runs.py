@@ -269,6 +269,7 @@ def test_runs_take_turns_and_go_on_from_files_on_four_ranks(models: Path) -> Non
         _assert_goes_on(found)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_and_among_adapters_of_another_rank(
     saved: dict[str, Any], models: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_no_tokens() -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_tokens", [64])
 def test_memory_is_an_eighth_of_the_plain_way(chunk_tokens: int) -> None:
     """The benchmark at a size that fits a test: chunks are the same 1/32 of the tokens."""

@@ -100,6 +100,7 @@ def saved(models: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_adapters_go_on_in_the_same_layout_and_in_others(saved: dict[str, Any], models: Path) -> None:
     for family, found in run_ranks(_load, 2, models / "load", models).items():
         expected = saved[family]

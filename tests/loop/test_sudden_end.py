@@ -177,7 +177,7 @@ def check(config: Config) -> None:
 
 @pytest.mark.parametrize(
     ("asynchronous", "stride"),
-    [(False, 3), (True, 5), pytest.param(False, 1, marks=pytest.mark.slow)],
+    [(False, 3), (True, 5), pytest.param(False, 1, marks=pytest.mark.rare)],
     ids=["saved_at_once", "saved_meanwhile", "at_every_change"],
 )
 def test_no_moment_of_a_sudden_end_loses_or_doubles_anything(tmp_path: Path, asynchronous: bool, stride: int) -> None:

@@ -68,6 +68,7 @@ def test_a_simulation_compares_the_strategies(monkeypatch: pytest.MonkeyPatch) -
     assert "A response of 16384 tokens takes" in text
 
 
+@pytest.mark.slow
 def test_tables_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scenarios, "SIMULATED_RESPONSES", 256)
     save_config(load_config("configs/retool_qwen3_30b_a3b_2x8h100.yaml"), tmp_path / "config.yaml")

@@ -153,6 +153,7 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
         assert found[0].seconds <= own.seconds * 1.02
 
 
+@pytest.mark.slow
 def test_a_model_that_no_node_holds_gets_engines_of_several() -> None:
     file = "configs/retool_qwen3_235b_a22b_16x8h100.yaml"
     config = load_config(file)
@@ -212,6 +213,7 @@ def test_whatever_is_suggested_would_be_submitted(
         assert memory(plan, submitted).fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["H200x8", "H100x16"], ids=["one_node", "two_nodes"])
 def test_colocated_suggestions_sync_in_a_way_that_reaches_every_node(gpus: str) -> None:
     methods = set()

@@ -14,7 +14,7 @@ from megatron_retool.reports import operators
 from tests.learner.tiny_models import hf_model
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_rounded_operator_is_found(tmp_path: Path) -> None:
     hf_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path / "model")
     asked = []

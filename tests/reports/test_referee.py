@@ -56,6 +56,7 @@ def test_an_engine_that_is_off_is_named(dense_run, capsys):
     assert text.count("data:image/png;base64,") == 3 and "<img src=" in text and "in one rank" in text
 
 
+@pytest.mark.slow
 def test_the_same_inputs_give_the_same_page(dense_run, tmp_path):
     pages = []
     for name in ("first", "second"):

@@ -38,6 +38,7 @@ def test_two_ranks_give_the_same_losses_as_one(config):
     assert (two.trainer.run_dir / "checkpoints" / "global_step_10" / "COMPLETE").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
     bad = tmp_path / "bad.parquet"
     pq.write_table(pa.table({"messages": [json.dumps([{"role": "user", "content": "alone"}])]}), bad)
@@ -119,8 +120,11 @@ def uninterrupted(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "to_a_rank"), [(1, False), (2, False), (2, True)], ids=["alone", "command", "one_of_two_ranks"]
+    ("ranks", "to_a_rank"),
+    [pytest.param(1, False, marks=pytest.mark.rare), (2, False), pytest.param(2, True, marks=pytest.mark.rare)],
+    ids=["alone", "command", "one_of_two_ranks"],
 )
 def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(
     config, uninterrupted, tmp_path, ranks, to_a_rank
@@ -152,6 +156,7 @@ def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(
         torch.testing.assert_close(found[key], value, rtol=0, atol=10 * tolerance, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_command(config, tmp_path, number):
     endless = dataclasses.replace(config.sft.stages[0], steps=10**6)

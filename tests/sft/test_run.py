@@ -38,7 +38,7 @@ def test_stages_follow_one_another_and_learn(config):
     assert (config.trainer.run_dir / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("stop", [5, 10, 13])
+@pytest.mark.parametrize("stop", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (10, 13))])
 def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
     """Stopped in the first stage, between the stages, and in the second."""
     config = with_sft(config, save_freq=stop)

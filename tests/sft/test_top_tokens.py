@@ -54,7 +54,7 @@ def responses(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(900)
 def test_the_policy_comes_closer_to_its_teacher(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

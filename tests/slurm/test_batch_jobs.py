@@ -168,7 +168,7 @@ def test_ray_on_every_node(slurm: VirtualCluster, submit: Submitter) -> None:
         assert not list((slurm.directory / f"tmp.{node}").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_node_that_does_not_come_is_named(slurm: VirtualCluster, submit: Submitter, tmp_path: Path) -> None:
     bin_directory = tmp_path / "venv" / "bin"
     bin_directory.mkdir(parents=True)

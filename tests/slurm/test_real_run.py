@@ -30,7 +30,7 @@ def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path, tmp_path: Path) -> None:
     # A reward that varies inside a group whatever the untrained model writes, so that every step has a gradient.

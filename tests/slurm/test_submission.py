@@ -91,6 +91,7 @@ def test_submitted_job_is_in_the_queue(slurm: VirtualCluster, tmp_path: Path) ->
     assert job["StdOut"] == str(tmp_path / "demo" / "logs" / f"slurm_{identity}.out")
 
 
+@pytest.mark.slow
 def test_interactive_command_sees_all_nodes(slurm: VirtualCluster, tmp_path: Path) -> None:
     script = "import ray, socket; ray.init(address='auto'); print('at', socket.gethostname(), len(ray.nodes()))"
     arguments = ["--config", DEMO, "--nodes", "2", f"trainer.runs_dir={tmp_path}", "--", "python", "-c", script]

@@ -78,7 +78,10 @@ def url(model_directory: Path, tmp_path_factory: pytest.TempPathFactory):
         kill_driver(process, marker)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in ("supervised", "gsm8k") else pytest.mark.rare) for name in RECIPES],
+)
 def test_a_recipe_runs_to_its_end(url, model_directory, tmp_path, recipe):
     module, arguments = RECIPES[recipe]
     # The cookbook reads the tokenizer of its model from a directory of that name.

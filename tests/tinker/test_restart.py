@@ -37,6 +37,7 @@ def server_process(model: Path, kept: Path, port: int):
         process.wait()
 
 
+@pytest.mark.slow
 def test_runs_go_on_from_what_they_saved(model_directory: Path, tmp_path: Path):
     port, kept = free_port(), tmp_path / "kept"
     with server_process(model_directory, kept, port) as (process, url):

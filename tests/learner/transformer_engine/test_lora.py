@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_adapters_are_pefts(world: int, models: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_compare_all, world, world, models)
     assert found.keys() == {name for name, case in LAYOUTS.items() if case[1] == world}

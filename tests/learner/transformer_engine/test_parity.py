@@ -40,7 +40,7 @@ def _compare(name: str, directory: Path) -> Any:
     return compare(case, directory)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_equals_transformers(world: int, references: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_compare_all, world, world, references)
     assert len(found) == len([case for case in CASES if case[0] == world])

@@ -180,6 +180,7 @@ def _load(models: Path) -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.slow
 def test_checkpoints_are_read_in_another_layout_and_by_the_other_spec(
     models: Path, with_transformer_engine: Run
 ) -> None:

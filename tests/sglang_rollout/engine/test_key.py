@@ -45,6 +45,7 @@ def status(server: SGLangServer, path: str, body: object | None, headers: dict[s
         return error.code
 
 
+@pytest.mark.slow
 def test_an_engine_answers_who_shows_its_key_alone(server: SGLangServer) -> None:
     update = {"model_path": str(server.model_path)}
     requests: list[tuple[str, object | None]] = [

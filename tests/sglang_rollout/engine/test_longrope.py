@@ -79,6 +79,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
     return list(zip(configs, asked, torch.load(files[1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_scores_are_those_of_sglang_up_to_the_original_positions(cases: Any) -> None:
     for hf_config, asked, ((query, key), (last, _), (long_query, long_key)) in cases:

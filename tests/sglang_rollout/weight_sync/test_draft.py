@@ -57,6 +57,7 @@ OF_THE_POLICY = {"mimo": "", "qwen3_5_text": HEAD, "qwen3_5_moe_text": HEAD}
 """What a draft does not take from a sync, because it computes with the policy's own; else ``EMBEDDING_AND_HEAD``."""
 
 
+@pytest.mark.slow
 def test_policy_and_draft_take_their_own(tmp_path: Path) -> None:
     loads, expected = [], {}
     for family, (policy, draft) in CLASSES.items():

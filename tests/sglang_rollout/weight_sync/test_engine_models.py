@@ -79,7 +79,7 @@ def test_every_parameter_of_the_engine_is_written(answers: dict[str, Loaded], fa
     assert answers[f"{family} {form}"].wrong == ""
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_per_tensor_checkpoints(model_directory: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
     pytest.importorskip("modelopt.torch.quantization")
     program = (

@@ -61,6 +61,7 @@ def test_forked_process_never_reaches_its_callers_finally(error: str) -> None:
     assert os.waitpid(linux.fork(lambda: None), 0)[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["rlimits", "bubblewrap"])
 def test_worker_that_wakes_after_it_was_given_up(isolation: str) -> None:
     with running(isolation, workers=1, wrapper=as_ordinary_user()) as sandbox:
@@ -169,6 +170,7 @@ def test_removal_of_a_tree_made_to_resist(tmp_path: Path) -> None:
     assert remove_directory(str(top), 1.0), "nothing is there any more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["namespaces", "bubblewrap", "rlimits"])
 def test_snippet_that_nests_directories_as_deep_as_it_can(isolation: str) -> None:
     nest = "import os\nwhile True:\n    os.mkdir('d'); os.chdir('d')"

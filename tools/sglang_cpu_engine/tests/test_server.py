@@ -87,6 +87,7 @@ def asked(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
         return json.loads(text) if text else None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_real_server_computes_what_transformers_does(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
