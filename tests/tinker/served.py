@@ -55,7 +55,7 @@ class Served:
         async def work():
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(300)
 
 
 def served_model(model: Path, **changes) -> ServedModel:
@@ -105,11 +105,11 @@ def served(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(300)  # a busy machine
     assert ready, "the server did not start"
     try:
         yield ready[0]
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(30)
+        thread.join(300)
         loop.close()
