@@ -28,6 +28,8 @@ _SCORES = 64
 """Features at a time in an attention's scores."""
 _LEAST = 16
 """Rows and columns that a matrix unit takes at least."""
+_HEADS = 16
+"""Heads of a group at most in one program: latent attention has one group for all of them, and wide values."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,16 +94,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _attended(
-    query, keys, values, slots, firsts, numbers, starts, counts, scale, out, heads, groups, size, stride, width,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SCORES: tl.constexpr, WIDTH: tl.constexpr,
+    query, keys, values, slots, firsts, numbers, starts, counts, scale, out, heads, groups, share, size, stride, width,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SCORES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Some neighbouring rows of a text, with all heads of a group: row r of the tile is of query r // SHARE."""
+    """Some neighbouring rows of a text, with HEADS heads of a group: row r of the tile is of query r // HEADS."""
     tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, number = tl.load(firsts + tile), tl.load(numbers + tile)
-    own, r = tl.arange(0, ROWS) // SHARE, tl.arange(0, ROWS)
-    there = own < number
+    own, head = tl.arange(0, ROWS) // HEADS, tl.program_id(2) * HEADS + tl.arange(0, ROWS) % HEADS
+    there = (own < number) & (head < share)
     row = first + own
-    line = (row * heads + group * SHARE + r % SHARE)[:, None]
+    line = (row * heads + group * share + head)[:, None]
     seen = tl.load(counts + row, there, 0)
     begin, longest = tl.load(starts + first), tl.load(counts + first + number - 1)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -146,12 +148,13 @@ def attended(
     """As ``kernels.attended``. Weights are rounded to the values' dtype, as matrix units take them."""
     (_, heads, size), groups, width = query.shape, keys.size(1), out.size(2)
     share = heads // groups
-    rows = max(_LEAST, triton.next_power_of_2(share))
-    firsts, numbers = _tiles(starts, counts, rows // share)
+    together = min(share, _HEADS)
+    rows = max(_LEAST, triton.next_power_of_2(together))
+    firsts, numbers = _tiles(starts, counts, rows // together)
     blocks = {"KEYS": _KEYS, "SCORES": _SCORES, "WIDTH": max(_LEAST, triton.next_power_of_2(width))}
-    _attended[(firsts.numel(), groups)](
+    _attended[(firsts.numel(), groups, triton.cdiv(share, together))](
         query, keys, values, slots, firsts, numbers, starts, counts, scale, out,
-        heads, groups, size, values.size(2), width, SHARE=share, ROWS=rows, **blocks,
+        heads, groups, share, size, values.size(2), width, HEADS=together, ROWS=rows, **blocks,
     )  # fmt: skip
 
 

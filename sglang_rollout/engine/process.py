@@ -343,6 +343,7 @@ class SGLangServer:
                     "--attention-backend": "torch_native",
                     "--sampling-backend": "pytorch",
                     "--moe-runner-backend": "triton",
+                    "--disable-shared-experts-fusion": True,
                     "--cuda-graph-backend-decode": "disabled",
                     "--cuda-graph-backend-prefill": "disabled",
                 }

@@ -28,3 +28,4 @@ def test_every_hook_has_a_target() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["missing"] == [] and found["hooks"] > 20
+    assert found["apart"] == 0.0 and found["sum"] > 1

@@ -87,7 +87,7 @@ def test_rotation(compute: Compute) -> None:
     hold(compute("rotated", [x[..., :16].contiguous(), cos, sin], (9, 3, 16)), operators.rotate(x[..., :16], cos, sin))
 
 
-@pytest.mark.parametrize(("heads", "groups", "size", "width"), [(4, 4, 12, 12), (6, 2, 20, 20), (4, 1, 72, 64)])
+@pytest.mark.parametrize(("heads", "groups", "size", "width"), [(4, 4, 12, 12), (6, 2, 20, 20), (4, 1, 72, 64), (20, 1, 72, 64)])
 @pytest.mark.parametrize("window", [None, 10])
 def test_attention(heads: int, groups: int, size: int, width: int, window: int | None, compute: Compute) -> None:
     """Texts of 41, 1 and 7 tokens, whose keys lie scattered; then each query by itself."""

@@ -16,7 +16,13 @@ from tests.gpu_branch.device_compiler import SHARED_BYTES, Kernel
 AMPERE, ADA, HOPPER, BLACKWELL = SHARED_BYTES
 
 
-def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Kernel]:
+LATENT = (128, 1, 576, 512)
+"""DeepSeek-V3's heads, over latents of 512 features and 64 that rotate."""
+SHAPES = ((14, 2, 64, 64), (32, 4, 128, 128), (16, 4, 256, 256), LATENT)
+"""Heads, groups, features of keys, and of values."""
+
+
+def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int, width: int) -> list[Kernel]:
     from megatron_retool.exact import gpu_kernels as gpu
 
     rows, hidden, inner, experts = 100, 896, 4864, 128
@@ -29,10 +35,12 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int) -> list[Ker
         gpu.gelu_gated(wide, torch.empty(rows, inner))
         query = torch.empty(rows, heads, size, dtype=dtype)
         keys = torch.empty(1000, groups, size, dtype=dtype)
-        gpu.rotated(query, torch.empty(rows, size // 2), torch.empty(rows, size // 2), torch.empty(rows, heads, size))
+        turned = (size - width) or size
+        angles = torch.empty(rows, turned // 2)
+        gpu.rotated(query[..., :turned].contiguous(), angles, angles, torch.empty(rows, heads, turned))
         counts = torch.arange(rows) + 1
         places = torch.arange(1000, dtype=torch.int32), torch.zeros_like(counts), counts
-        gpu.attended(query, keys, keys, *places, 0.1, torch.empty(rows, heads, size))
+        gpu.attended(query, keys, keys, *places, 0.1, torch.empty(rows, heads, width))
         logits, chosen = torch.empty(rows, experts), torch.zeros(rows, experts, dtype=torch.bool)
         for over_all in (True, False):
             gpu.gates_of(logits, chosen, over_all, torch.empty(rows, experts))
@@ -61,8 +69,8 @@ def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtyp
     start: Callable[..., None] = device_compiler.compile_launches
     with ProcessPoolExecutor(1, spawn, initializer=start, initargs=(capability, tmp_path)) as process:
         found = []
-        for heads, groups, size in ((14, 2, 64), (32, 4, 128), (16, 4, 256)):
-            found += process.submit(_kernels, dtype, heads, groups, size).result()
+        for shape in SHAPES:
+            found += process.submit(_kernels, dtype, *shape).result()
     assert len({kernel.name for kernel in found}) == 11
     assert all(kernel.code_bytes > 0 for kernel in found)
     assert [kernel for kernel in found if kernel.shared_bytes > SHARED_BYTES[capability]] == []

@@ -93,7 +93,10 @@ def register() -> None:
         ),
         "router": (("moe.topk.TopK.forward_native", choose_experts),),
         "experts": (
-            ("quantization.unquant.UnquantizedFusedMoEMethod.forward_native", experts),
+            (
+                "quantization.unquant.UnquantizedFusedMoEMethod.forward_native",
+                scaled_experts if torch.cuda.is_available() else experts,
+            ),
             ("sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul", gate_shared_expert),
         ),
         "head": (("logits_processor.LogitsProcessor._compute_lm_head", exact_head.logits),),
@@ -117,6 +120,9 @@ def register() -> None:
         HookRegistry.register("sglang.srt.models.utils.enable_fused_set_kv_buffer", is_not_fused, HookType.REPLACE)
         HookRegistry.register("sglang.srt.models.utils.apply_qk_norm", norm_heads, HookType.REPLACE)
         HookRegistry.register(_LAYERS + "dual_gemm.DualGemm._select_mode", has_no_mode, HookType.REPLACE)
+        HookRegistry.register(
+            "sglang.kernels.ops.gemm.fused_a_gemm.fused_a_gemm_weight_eligible", is_not_fused, HookType.REPLACE
+        )
     HookRegistry.register("sglang.srt.models.transformers.TransformersBase.__init__", refuse_model, HookType.REPLACE)
     if "head" in exchanged():
         HookRegistry.register(_LAYERS + "sampler.Sampler.__init__", exact_head.take_log_softmax, HookType.AROUND)
@@ -136,7 +142,7 @@ def refuse_model(*arguments: Any, **kwargs: Any) -> None:
 
 
 def is_not_fused(*_: Any) -> bool:
-    """Rotation writes no keys and values into the cache."""
+    """Rotation writes no keys and values into the cache, and latent attention's first products are linear layers."""
     return False
 
 
@@ -388,6 +394,15 @@ def experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
         activated = (activated * gates[rows, places].unsqueeze(-1)).to(x.dtype)
         out = out.index_add(0, rows, operators.linear(activated, layer.w2_weight[number]))
     return StandardCombineInput(hidden_states=out)
+
+
+def scaled_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """``experts`` times their factor, as SGLang's kernels for a GPU return them; on a CPU its models multiply."""
+    result = experts(method, layer, dispatch_output)
+    factor = layer.moe_runner_config.routed_scaling_factor
+    if factor is not None:
+        result.hidden_states.mul_(factor)
+    return result
 
 
 def gate_shared_expert(

@@ -23,7 +23,7 @@ REPORTED = (
     "attention_backend", "context_length", "device", "enable_memory_saver", "enable_return_routed_experts",
     "enable_deterministic_inference", "ep_size", "kv_cache_dtype", "max_running_requests", "mem_fraction_static",
     "quantization", "tp_size", "nnodes", "node_rank", "dist_init_addr", "enable_lora", "max_lora_rank", "lora_backend",
-    "sampling_backend", "moe_runner_backend",
+    "sampling_backend", "moe_runner_backend", "disable_shared_experts_fusion",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ CARDS = {
     "24gb": ("NVIDIA GeForce RTX 4090", 24, 8, 9),
 }
 ACCELERATOR = {"h100": "H100", "h200": "H200", "24gb": "RTX4090"}
+ONE_GPU = ("rollout.engine.tensor_parallel_size=1", "rollout.engine.expert_parallel_size=1")
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "deterministic": ("rollout.engine.random_seed=1",),
@@ -40,7 +41,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "rollout.engine.expert_parallel_size=16",
         "rollout.engine.count=1",
     ),
-    "exact": ("rollout.engine.tensor_parallel_size=1", "rollout.engine.expert_parallel_size=1"),
+    "exact": ONE_GPU,
+    "exact latents": (*ONE_GPU, "model.path=deepseek-ai/DeepSeek-V2-Lite"),
 }
 PART = EnginePart(1, 2, "10.0.0.1:20000")
 
@@ -69,7 +71,7 @@ def server_of(recipe: str, kind: str, directory: Path) -> tuple[Config, SGLangSe
         routed_experts=config.learner.routing_replay == "rollout",
         port=30000,
         part=PART if kind == "on two nodes" else None,
-        exact_operators=OPERATORS if kind == "exact" else (),
+        exact_operators=OPERATORS if "exact" in kind else (),
     )
     return config, server
 
@@ -110,7 +112,7 @@ def test_sglang_takes_the_arguments(
     assert "error" not in found
     config, _ = server_of(recipe, kind, tmp_path)
     engine = config.rollout.engine
-    experts = "_a3b_" in recipe or "_a22b_" in recipe
+    experts = "_a3b_" in recipe or "_a22b_" in recipe or kind == "exact latents"
     parallel = engine.tensor_parallel_size
     expected = {
         "device": "cuda",
@@ -140,9 +142,9 @@ def test_sglang_takes_the_arguments(
         assert found["prefill_backend"] == "breakable"
         assert tuple(found["prefill_graphs"]) == model.prefill_graph_sizes
         assert max(found["decode_graphs"]) == model.largest_decode_graph
-    elif kind == "exact":
+    elif "exact" in kind:
         assert found["attention_backend"] == "torch_native" and found["sampling_backend"] == "pytorch", found
-        assert found["moe_runner_backend"] == "triton"
+        assert found["moe_runner_backend"] == "triton" and found["disable_shared_experts_fusion"]
         assert found["decode_backend"] == found["prefill_backend"] == "disabled"
     else:
         assert found["decode_graphs"]
