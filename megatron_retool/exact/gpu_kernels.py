@@ -26,6 +26,10 @@ _KEYS = 32
 """Keys at a time in attention."""
 _SCORES = 64
 """Features at a time in an attention's scores."""
+_TOKENS = 128
+"""Tokens at a time in a convolution."""
+_MEMORY_ROWS = 32
+"""Rows of a head's memory in one program."""
 _LEAST = 16
 """Rows and columns that a matrix unit takes at least."""
 _HEADS = 16
@@ -274,3 +278,141 @@ def _log_normalizers(logits, out, length, LINE: tl.constexpr):
 def log_normalizers(logits: Tensor, out: Tensor) -> None:
     """As ``kernels.log_normalizers``; the logarithm is taken in float32."""
     _log_normalizers[(logits.size(0),)](logits, out, logits.size(1), LINE=_LINE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _convolved(x, weight, bias, out, features, tokens, WIDTH: tl.constexpr, LINE: tl.constexpr):
+    line, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+    feature, there = line % features, token < tokens
+    total = tl.zeros((LINE,), tl.float32) + tl.load(bias + feature).to(tl.float32)
+    for place in tl.static_range(WIDTH):
+        factor = tl.load(weight + feature * WIDTH + place).to(tl.float32)
+        seen = tl.load(x + line * (tokens + WIDTH - 1) + token + place, there, 0.0).to(tl.float32)
+        total = tl.fma(seen, factor, total)
+    tl.store(out + line * tokens + token, total * _sigmoid(total), there)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+    """As ``kernels.convolved``."""
+    batch, features, tokens = out.shape
+    grid = batch * features, triton.cdiv(tokens, _TOKENS)
+    _convolved[grid](x, weight, bias, out, features, tokens, WIDTH=weight.size(1), LINE=_TOKENS)
+
+
+@triton.jit
+def _softplus(x):
+    """By way of float64, where log(1 + e) = e log(u) / (u - 1) with u = 1 + e as it is rounded."""
+    wide = x.to(tl.float64)
+    small = tl.exp(-tl.abs(wide))
+    rounded = 1.0 + small
+    rest = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    rising = tl.where(rounded == 1.0, small, small * (tl.log(rounded) / rest))
+    return (tl.where(wide > 0.0, wide, 0.0) + rising).to(tl.float32)
+
+
+@triton.jit
+def _rates(steps, logits, log_factors, bias, log_decays, betas, heads, HEADS: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64) * heads, tl.arange(0, HEADS)
+    there = head < heads
+    moved = tl.load(steps + row + head, there, 0.0).to(tl.float32) + tl.load(bias + head, there, 0.0).to(tl.float32)
+    factor = tl.exp(tl.load(log_factors + head, there, 0.0).to(tl.float64)).to(tl.float32)
+    tl.store(log_decays + row + head, -(factor * _softplus(moved)), there)
+    tl.store(betas + row + head, _sigmoid(tl.load(logits + row + head, there, 0.0).to(tl.float32)), there)
+
+
+def rates(steps: Tensor, logits: Tensor, log_factors: Tensor, bias: Tensor, log_decays: Tensor, betas: Tensor) -> None:
+    """As ``kernels.rates``."""
+    rows, heads = log_decays.shape
+    block = triton.next_power_of_2(heads)
+    _rates[(rows,)](steps, logits, log_factors, bias, log_decays, betas, heads, HEADS=block)
+
+
+@triton.jit
+def _delta_rule(
+    query, key, value, log_decays, betas, eps, factor, states, slots, starts, out, key_heads, heads, size, length,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a head's memory through the tokens of a text."""
+    text, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, k = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    there = (row < size)[:, None] & (k < length)[None, :]
+    place = states + (tl.load(slots + text) * heads + head) * size * length + row[:, None] * length + k[None, :]
+    memory = tl.load(place, there, 0.0)
+    for token in range(tl.load(starts + text), tl.load(starts + text + 1)):
+        line, vector = token * heads + head, (token * key_heads + head // (heads // key_heads)) * length + k
+        own = tl.load(key + vector, k < length, 0.0).to(tl.float32)
+        asked = tl.load(query + vector, k < length, 0.0).to(tl.float32)
+        own = (own * (1.0 / tl.sqrt_rn(tl.sum(own * own) + eps)))[None, :]
+        asked = (asked * (factor / tl.sqrt_rn(tl.sum(asked * asked) + eps)))[None, :]
+        kept, beta = tl.exp(tl.load(log_decays + line)), tl.load(betas + line)
+        wanted = tl.load(value + line * size + row, row < size, 0.0).to(tl.float32)
+        change = beta * (wanted - kept * tl.sum(memory * own, 1))
+        memory = tl.fma(tl.broadcast_to(change[:, None], memory.shape), own, kept * memory)
+        tl.store(out + line * size + row, tl.sum(memory * asked, 1), row < size)
+    tl.store(place, memory, there)
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decays: Tensor,
+    betas: Tensor,
+    eps: float,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    out: Tensor,
+) -> None:
+    """As ``kernels.delta_rule``."""
+    (_, key_heads, length), (_, heads, size) = key.shape, out.shape
+    _delta_rule[(slots.numel(), heads, triton.cdiv(size, _MEMORY_ROWS))](
+        query, key, value, log_decays, betas, eps, length**-0.5, states, slots, starts, out,
+        key_heads, heads, size, length, ROWS=_MEMORY_ROWS, LENGTH=triton.next_power_of_2(length),
+    )  # fmt: skip
+
+
+@triton.jit
+def _state_space(
+    value, steps, rates, skip, bias, write, read, states, slots, starts, out, groups, heads, size, length,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a head's memory through the tokens of a text."""
+    text, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, k = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    there = (row < size)[:, None] & (k < length)[None, :]
+    place = states + (tl.load(slots + text) * heads + head) * size * length + row[:, None] * length + k[None, :]
+    memory = tl.load(place, there, 0.0)
+    rate, shift = tl.load(rates + head).to(tl.float32), tl.load(bias + head).to(tl.float32)
+    passed = tl.load(skip + head).to(tl.float32)
+    for token in range(tl.load(starts + text), tl.load(starts + text + 1)):
+        line, vector = token * heads + head, (token * groups + head // (heads // groups)) * length + k
+        step = _softplus(tl.load(steps + line).to(tl.float32) + shift)
+        seen = tl.load(value + line * size + row, row < size, 0.0).to(tl.float32)
+        own = tl.load(write + vector, k < length, 0.0)[None, :]
+        added = tl.broadcast_to((step * seen)[:, None], memory.shape)
+        memory = tl.fma(added, own, tl.exp(step * rate) * memory)
+        answer = tl.sum(memory * tl.load(read + vector, k < length, 0.0)[None, :], 1)
+        tl.store(out + line * size + row, tl.fma(seen, passed, answer), row < size)
+    tl.store(place, memory, there)
+
+
+def state_space(
+    value: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    skip: Tensor,
+    bias: Tensor,
+    write: Tensor,
+    read: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    out: Tensor,
+) -> None:
+    """As ``kernels.state_space``."""
+    (_, groups, length), (_, heads, size) = read.shape, out.shape
+    _state_space[(slots.numel(), heads, triton.cdiv(size, _MEMORY_ROWS))](
+        value, steps, rates, skip, bias, write, read, states, slots, starts, out,
+        groups, heads, size, length, ROWS=_MEMORY_ROWS, LENGTH=triton.next_power_of_2(length),
+    )  # fmt: skip

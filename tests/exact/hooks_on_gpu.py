@@ -1,5 +1,5 @@
-"""The exact plugin's hooks on a card that is not there: prints as JSON how many there are, which have no target, and how
-far its experts' sum is from its factor times that on a CPU."""
+"""The exact plugin's hooks on a card that is not there: prints as JSON how many there are, which have no target, and
+how far its experts' sum is from its factor times that on a CPU."""
 
 from __future__ import annotations
 

@@ -53,6 +53,36 @@ def _kernels(dtype: torch.dtype, heads: int, groups: int, size: int, width: int)
     return device_compiler.kernels_of(launch)
 
 
+def _kernels_with_states(dtype: torch.dtype) -> list[Kernel]:
+    """In the sizes of Qwen3-Next's delta nets and Granite 4's state spaces."""
+    from megatron_retool.exact import gpu_kernels as gpu
+
+    tokens, features, key_heads, heads, size = 100, 8192, 16, 32, 128
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def launch() -> None:
+        gpu.convolved(
+            empty(1, features, tokens + 3), empty(features, 4), empty(features), torch.empty(1, features, tokens)
+        )
+        of_heads, numbers = empty(heads), torch.empty(tokens, heads)
+        gpu.rates(empty(tokens, heads), empty(tokens, heads), of_heads, of_heads, numbers, numbers)
+        texts, value, out = (
+            (torch.tensor([0]), torch.tensor([0, tokens])),
+            empty(tokens, heads, size),
+            torch.empty(tokens, heads, size),
+        )
+        vectors, states = empty(tokens, key_heads, size), torch.empty(heads * size, size)
+        gpu.delta_rule(vectors, vectors, value, numbers, numbers, 1e-6, states, *texts, out)
+        vectors = torch.empty(tokens, 1, size)
+        gpu.state_space(
+            value, empty(tokens, heads), torch.empty(heads), of_heads, of_heads, vectors, vectors, states, *texts, out
+        )
+
+    return device_compiler.kernels_of(launch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype"),
@@ -68,10 +98,10 @@ def test_kernels_fit_into_a_block(capability: tuple[int, int], dtype: torch.dtyp
     spawn = multiprocessing.get_context("spawn")
     start: Callable[..., None] = device_compiler.compile_launches
     with ProcessPoolExecutor(1, spawn, initializer=start, initargs=(capability, tmp_path)) as process:
-        found = []
+        found = process.submit(_kernels_with_states, dtype).result()
         for shape in SHAPES:
             found += process.submit(_kernels, dtype, *shape).result()
-    assert len({kernel.name for kernel in found}) == 11
+    assert len({kernel.name for kernel in found}) == 15
     assert all(kernel.code_bytes > 0 for kernel in found)
     assert [kernel for kernel in found if kernel.shared_bytes > SHARED_BYTES[capability]] == []
     if capability != BLACKWELL:  # whose instructions have other names
