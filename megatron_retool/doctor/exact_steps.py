@@ -22,6 +22,7 @@ from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 
 _ROWS, _HIDDEN, _HEADS, _GROUPS, _HEAD_SIZE = 200, 896, 14, 2, 64
+_LATENT, _TURNED = 512, 64
 _ROUNDED = 2**-7
 """Bound of the difference from float64, as a share of the largest number: two roundings to bfloat16."""
 _PROMPT_TOKENS, _SAMPLED_TOKENS = 32, 64
@@ -78,6 +79,17 @@ def _cases(device: torch.device) -> Iterator[_Case]:
         ),
         _ROWS,
     )
+    latents, absorbed = normal(_ROWS, 1, _LATENT + _TURNED), normal(_ROWS, _HEADS, _LATENT + _TURNED)
+    read, kept = absorbed.double().transpose(0, 1)[None], latents.double().transpose(0, 1)[None]
+    yield (
+        "latent attention",
+        lambda r: exact.attention(absorbed[r], latents, latents, places, starts[r], counts[r], scale, width=_LATENT),
+        lambda: F.scaled_dot_product_attention(
+            read, kept, kept[..., :_LATENT], is_causal=True, scale=scale, enable_gqa=True
+        )[0].transpose(0, 1),
+        _ROWS,
+    )
+    yield from _cases_with_states(normal)
     yield (
         "experts' gates",
         lambda r: exact.expert_gates(logits[r], chosen[r], normalized=False),
@@ -88,6 +100,40 @@ def _cases(device: torch.device) -> Iterator[_Case]:
     )
     yield "log-softmax", lambda r: exact.log_softmax(logits[r]), lambda: logits.double().log_softmax(-1), _ROWS
     yield "softmax", lambda r: exact.probabilities(logits[r]), lambda: logits.double().softmax(-1), _ROWS
+
+
+def _cases_with_states(normal: Callable[..., Tensor]) -> Iterator[_Case]:
+    """Of tokens that are each the first of a text: memories are empty before them."""
+    from megatron_retool.exact import operators as exact
+
+    window, weight, bias = normal(_ROWS, _HEADS, 4), normal(_HEADS, 4), normal(_HEADS)
+    sums = (window.double() * weight.double()).sum(-1) + bias.double()
+    yield "convolution", lambda r: exact.convolve(window[r], weight, bias)[..., 0], lambda: F.silu(sums), _ROWS
+    query, key = (normal(_ROWS, _GROUPS, _HEAD_SIZE) for _ in range(2))
+    value, steps = normal(_ROWS, _HEADS, _HEAD_SIZE), normal(_ROWS, _HEADS)
+    shares = [x.double().repeat_interleave(_HEADS // _GROUPS, 1) for x in (query, key)]
+    wide, betas = value.double(), exact.sigmoid(steps.float())
+
+    def texts(r: slice) -> tuple[Tensor, Tensor, Tensor]:
+        places = torch.arange(len(value[r]) + 1, device=value.device)
+        states = value.new_zeros(len(places) - 1, _HEADS, _HEAD_SIZE, _HEAD_SIZE, dtype=torch.float32)
+        return states, places[:-1], places
+
+    unit = [F.normalize(x, dim=-1) for x in shares]
+    yield (
+        "delta rule",
+        lambda r: exact.delta_rule(query[r], key[r], value[r], -betas[r], betas[r], *texts(r)),
+        lambda: wide * (betas.double() * (unit[0] * unit[1]).sum(-1) * _HEAD_SIZE**-0.5).unsqueeze(-1),
+        _ROWS,
+    )
+    rates, skip, shift = (normal(_HEADS, dtype=torch.float32) for _ in range(3))
+    moved = F.softplus(steps.double() + shift.double())
+    yield (
+        "state space",
+        lambda r: exact.state_space(value[r], steps[r], -rates.abs(), skip, shift, key[r], query[r], *texts(r)),
+        lambda: wide * (moved * (shares[0] * shares[1]).sum(-1) + skip.double()).unsqueeze(-1),
+        _ROWS,
+    )
 
 
 def engine(session: DoctorSession) -> list[StepFigure]:

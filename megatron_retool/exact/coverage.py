@@ -43,8 +43,6 @@ def missing_operators(architecture: Architecture, *, gpu: bool) -> list[str]:
     """What a model has that ``exact.operators`` has not, in words; on a GPU or on a CPU."""
     scaling = architecture.rope_scaling
     has = {
-        "linear attention": gpu and architecture.delta_net is not None,
-        "Mamba-2": gpu and architecture.mamba is not None,
         "sparse attention": architecture.indexer is not None,
         "attention sinks": architecture.attention_sinks,
         f"the activation {architecture.activation}": architecture.activation not in ("silu", "gelu_tanh"),

@@ -239,7 +239,7 @@ def delta_rule(
         slots: int64 [texts].
         starts: int64 [texts + 1], where the texts' tokens begin, and the last one's end.
     """
-    out, memory = _empty(value, *value.shape), states.view(-1, states.size(-1))
+    out, memory = _empty(value, *value.shape), _rows_of(states)
     operands = query, key, value, log_decays, betas
     _compute(kernels.delta_rule, *operands, _UNIT_LENGTH_EPS, memory, slots.long(), starts.long(), out)
     return out.to(value.dtype)
@@ -266,7 +266,7 @@ def state_space(
         write, read: [tokens, groups, N], of each group of heads.
         states, slots, starts: as in ``delta_rule``, with N in the place of K.
     """
-    out, memory = _empty(value, *value.shape), states.view(-1, states.size(-1))
+    out, memory = _empty(value, *value.shape), _rows_of(states)
     vectors = write.float(), read.float()
     operands = value, steps, rates, skip, bias, *vectors, memory, slots.long(), starts.long()
     _compute(kernels.state_space, *operands, out)
@@ -277,6 +277,13 @@ def norm_of_gated(x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor
     """RMS norm of x silu(gate), [..., N] in the dtype of ``x``, rounded once; ``weight`` [N]."""
     gated = silu_and_multiply(torch.cat([gate, x], -1).float())
     return rms_norm(gated, weight.float(), eps).to(x.dtype)
+
+
+def _rows_of(states: Tensor) -> Tensor:
+    """[slots x heads x V, K] in the memory of ``states``, which kernels change."""
+    if states.is_cuda and states.data_ptr() % 16:
+        raise ValueError("states begin where a kernel for a GPU would get a copy: at no multiple of 16 bytes")
+    return states.view(-1, states.size(-1))
 
 
 _UNIT_LENGTH_EPS = 1e-6

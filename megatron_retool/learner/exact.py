@@ -269,7 +269,8 @@ class _ExactRecurrence(RecurrentLayer):
                 F.pad(x.t(), (weight.size(-1) - 1, 0)) for x in convolved.flatten(1).tensor_split(starts[1:-1].cpu())
             )
             mixed = torch.cat([operators.convolve(x, weight, self.conv1d.bias).t() for x in texts])
-            exact = self._exact(mixed.view(convolved.shape), rates, torch.arange(len(starts) - 1), starts)
+            slots = torch.arange(len(starts) - 1, device=starts.device)
+            exact = self._exact(mixed.view(convolved.shape), rates, slots, starts)
         ordinary = super()._within_rank
         return exact_gradients.with_gradient_of(exact, lambda c, r: ordinary(c, r, packed), convolved, rates)
 
@@ -286,7 +287,7 @@ class ExactGatedDeltaNet(_ExactRecurrence, GatedDeltaNet):
         query, key, value = self._heads(mixed)
         betas, steps = (x.flatten(1) for x in rates.chunk(2, -1))
         log_decays, betas = operators.delta_net_rates(steps, betas, self.A_log, self.dt_bias)
-        states = torch.zeros(len(texts), *value.shape[1:], key.size(-1))
+        states = value.new_zeros(len(texts), *value.shape[1:], key.size(-1), dtype=torch.float32)
         return operators.delta_rule(query, key, value, log_decays, betas, states, texts, starts)
 
 
@@ -295,7 +296,7 @@ class ExactMamba2(_ExactRecurrence, Mamba2):
 
     def _exact(self, mixed: Tensor, rates: Tensor, texts: Tensor, starts: Tensor) -> Tensor:
         value, write, read = self._parts(mixed)
-        states = torch.zeros(len(texts), *value.shape[1:], read.size(-1))
+        states = value.new_zeros(len(texts), *value.shape[1:], read.size(-1), dtype=torch.float32)
         of_heads = -self.A_log.float().exp(), self.D, self.dt_bias  # as engines keep them
         return operators.state_space(value, rates.flatten(1), *of_heads, write, read, states, texts, starts)
 

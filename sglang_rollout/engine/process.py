@@ -344,6 +344,12 @@ class SGLangServer:
                     "--sampling-backend": "pytorch",
                     "--moe-runner-backend": "triton",
                     "--disable-shared-experts-fusion": True,
+                    # States are float32, and change where the plugin's functions change them.
+                    "--mamba-ssm-dtype": "float32",
+                    "--mamba-radix-cache-strategy": "no_buffer",
+                    "--disable-overlap-schedule": True,
+                    "--linear-attn-prefill-backend": "triton",
+                    "--linear-attn-decode-backend": "triton",
                     "--cuda-graph-backend-decode": "disabled",
                     "--cuda-graph-backend-prefill": "disabled",
                 }
@@ -473,6 +479,7 @@ class SGLangServer:
             "scales": [softmax_scale(architecture, local) for local in kinds],
         }
         on_gpu = {"SGLANG_FORCE_FUSED_OP_BACKEND": "native", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
+        on_gpu["SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV"] = "0"
         return {EXACT_VARIABLE: json.dumps(settings), **(on_gpu if self.device == "cuda" else {})}
 
     def __enter__(self) -> SGLangServer:

@@ -160,12 +160,12 @@ def test_rates(interpreter: ProcessPoolExecutor) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)
 
 
-def _rates(*operands: Tensor) -> tuple[Tensor, Tensor]:
+def _rates(steps: Tensor, logits: Tensor, factors: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     from megatron_retool.exact import gpu_kernels
 
-    out = torch.empty_like(operands[0]), torch.empty_like(operands[0])
-    gpu_kernels.rates(*operands, *out)
-    return out
+    log_decays, betas = torch.empty_like(steps), torch.empty_like(steps)
+    gpu_kernels.rates(steps, logits, factors, bias, log_decays, betas)
+    return log_decays, betas
 
 
 LENGTHS = (7, 1, 12)

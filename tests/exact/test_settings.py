@@ -46,7 +46,8 @@ def test_models_on_a_cpu() -> None:
 def test_models_on_a_gpu() -> None:
     known, refused = _known_and_refused(gpu=True)
     assert {"qwen2", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "olmoe", "deepseek_v2", "deepseek_v3"} <= known
-    assert "does not know linear attention on a GPU" in refused["qwen3_next"]
+    assert {"qwen3_next", "qwen3_5_text", "granitemoehybrid"} <= known
+    assert "sparse attention on a GPU" in refused["deepseek_v32"]
 
 
 def _known_and_refused(*, gpu: bool) -> tuple[set[str], dict[str, str]]:

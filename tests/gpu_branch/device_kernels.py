@@ -75,6 +75,10 @@ EXACT = (
     "gates_of",
     "shares_of",
     "log_normalizers",
+    "convolved",
+    "rates",
+    "delta_rule",
+    "state_space",
 )
 
 

@@ -152,7 +152,19 @@ def _compare_exact(directory: Path) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "glm4_moe", "granitemoe", "olmo3", "gemma3_text", "ministral3", "deepseek_v3"]
+    "family",
+    [
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+        "granitemoe",
+        "olmo3",
+        "gemma3_text",
+        "ministral3",
+        "deepseek_v3",
+        "qwen3_next",
+        "granitemoehybrid",
+    ],
 )
 def test_exact_layers_equal_transformers(family: str, references: Any, on_gpus: Run) -> None:
     for engine in (False, True):

@@ -117,6 +117,9 @@ def register() -> None:
     HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
     HookRegistry.register(_LAYERS + "linear.LinearBase.__init__", note_operator, HookType.AROUND)
     if torch.cuda.is_available():
+        for operator, pairs in _for_states_on_a_gpu().items():
+            for target, hook in pairs if operator in exchanged() else ():
+                HookRegistry.register(target, hook, HookType.REPLACE)
         HookRegistry.register("sglang.srt.models.utils.enable_fused_set_kv_buffer", is_not_fused, HookType.REPLACE)
         HookRegistry.register("sglang.srt.models.utils.apply_qk_norm", norm_heads, HookType.REPLACE)
         HookRegistry.register(_LAYERS + "dual_gemm.DualGemm._select_mode", has_no_mode, HookType.REPLACE)
@@ -133,6 +136,64 @@ def register() -> None:
         torch.log_softmax = torch.nn.functional.log_softmax = exact_head.log_softmax  # type: ignore[assignment]
 
 
+def _for_states_on_a_gpu() -> dict[str, tuple[tuple[str, Any], ...]]:
+    """SGLang's kernels for states, and what fuses others with them, by operator, and what stands for each.
+
+    On a CPU ``sglang_cpu_engine`` puts the same functions in their places, or in those of SGLang's for a CPU.
+    """
+    from sglang_cpu_engine import delta_nets, mamba
+
+    srt, ops = "sglang.srt.layers.attention.", "sglang.kernels.ops."
+    qwen = "sglang.srt.models.qwen3_5."
+    convolutions = tuple(
+        (f"{module}.causal_conv1d_{name}", function)
+        for module in (srt + "mamba.causal_conv1d", ops + "mamba.causal_conv1d_triton")
+        for name, function in (("fn", delta_nets.convolve_prefill), ("update", delta_nets.convolve_next))
+    )
+    return {
+        "delta_net": (
+            *convolutions,
+            (ops + "attention.linear.fused_gdn_gating.fused_gdn_gating", delta_nets.gates),
+            (ops + "attention.fla.chunk.chunk_gated_delta_rule", delta_nets.delta_rule),
+            (srt + "linear.kernels.gdn_triton.TritonGDNKernel.packed_decode", delta_rule_of_packed),
+            (ops + "attention.fla.fused_norm_gate.FusedRMSNormGated.forward", delta_nets.gated_rms_norm),
+            (ops + "attention.fla.layernorm_gated.RMSNorm.forward", delta_nets.gated_rms_norm),
+            (qwen + "Qwen3_5GatedDeltaNet.finalize_fused_in_proj", has_no_mode),
+            (qwen + "Qwen3_5AttentionDecoderLayer.self_attention", gated_attention),
+        ),
+        "mamba": (
+            *convolutions,
+            (ops + "mamba.triton_ops.mamba_chunk_scan_combined", mamba.scan),
+            (ops + "mamba.triton_ops.selective_state_update", mamba.scan_next),
+        ),
+    }
+
+
+def delta_rule_of_packed(
+    kernel: Any,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    A_log: torch.Tensor,  # noqa: N803  the name is SGLang's
+    dt_bias: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    num_v_heads: int,
+    head_v_dim: int,
+    **_: Any,
+) -> torch.Tensor:
+    """One new token of each request, ``mixed_qkv`` [requests, features]: [1, requests, value heads, value size]."""
+    from sglang_cpu_engine import delta_nets
+
+    rows, values = len(mixed_qkv), num_v_heads * head_v_dim
+    query, key, value = mixed_qkv.split([(mixed_qkv.size(-1) - values) // 2] * 2 + [values], -1)
+    query, key = (x.reshape(1, rows, -1, ssm_states.size(-1)) for x in (query, key))
+    starts = torch.arange(rows + 1, device=mixed_qkv.device)
+    operands = A_log, dt_bias, query, key, value.reshape(1, rows, num_v_heads, head_v_dim), a, b
+    return delta_nets.delta_rule_of_next(*operands, ssm_states, cache_indices, starts)
+
+
 def refuse_model(*arguments: Any, **kwargs: Any) -> None:
     """Raise ValueError for a model that SGLang has no class for, and would compute with transformers' layers."""
     raise ValueError(
@@ -147,7 +208,7 @@ def is_not_fused(*_: Any) -> bool:
 
 
 def has_no_mode(*_: Any) -> None:
-    """An MLP's first products and its activation are not one kernel."""
+    """An MLP's first products and its activation are not one kernel, nor a delta net's two products one matrix."""
 
 
 def norm_heads(
@@ -199,7 +260,7 @@ def state_space(
 ) -> torch.Tensor:
     """As ``sglang_cpu_engine.mamba.walked``."""
     return operators.state_space(
-        value, steps, rates, skip, bias, write, read, states, torch.arange(len(states)), starts
+        value, steps, rates, skip, bias, write, read, states, torch.arange(len(states), device=states.device), starts
     )
 
 
@@ -210,11 +271,11 @@ def norm_of_gated(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tenso
 
 
 def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any) -> Any:
-    """Attention of Qwen3-Next, where SGLang multiplies by a sigmoid that it has rounded."""
+    """Attention of Qwen3-Next and 3.5, where SGLang multiplies by a sigmoid that it has rounded."""
     query, key, value, gate = layer.forward_prepare_native(positions=positions, hidden_states=hidden_states)
     output = layer.attn(query, key, value, forward_batch)
     if layer.attn_output_gate:
-        output = operators.multiply_by_sigmoid(output, gate)
+        output = operators.multiply_by_sigmoid(output, gate.reshape(output.shape))
     return layer.o_proj(output)[0]
 
 

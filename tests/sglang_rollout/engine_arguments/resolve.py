@@ -24,6 +24,7 @@ REPORTED = (
     "enable_deterministic_inference", "ep_size", "kv_cache_dtype", "max_running_requests", "mem_fraction_static",
     "quantization", "tp_size", "nnodes", "node_rank", "dist_init_addr", "enable_lora", "max_lora_rank", "lora_backend",
     "sampling_backend", "moe_runner_backend", "disable_shared_experts_fusion",
+    "mamba_radix_cache_strategy", "mamba_ssm_dtype",
 )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "exact": ONE_GPU,
     "exact latents": (*ONE_GPU, "model.path=deepseek-ai/DeepSeek-V2-Lite"),
+    "exact delta nets": (*ONE_GPU, "model.path=Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    "exact state spaces": (*ONE_GPU, "model.path=ibm-granite/granite-4.0-h-tiny", "rollout.engine.context_length=null"),
 }
 PART = EnginePart(1, 2, "10.0.0.1:20000")
 
@@ -112,7 +114,7 @@ def test_sglang_takes_the_arguments(
     assert "error" not in found
     config, _ = server_of(recipe, kind, tmp_path)
     engine = config.rollout.engine
-    experts = "_a3b_" in recipe or "_a22b_" in recipe or kind == "exact latents"
+    experts = "_a3b_" in recipe or "_a22b_" in recipe or "exact " in kind
     parallel = engine.tensor_parallel_size
     expected = {
         "device": "cuda",
@@ -145,6 +147,8 @@ def test_sglang_takes_the_arguments(
     elif "exact" in kind:
         assert found["attention_backend"] == "torch_native" and found["sampling_backend"] == "pytorch", found
         assert found["moe_runner_backend"] == "triton" and found["disable_shared_experts_fusion"]
+        if kind in ("exact delta nets", "exact state spaces"):
+            assert found["mamba_radix_cache_strategy"] == "no_buffer" and found["mamba_ssm_dtype"] == "float32"
         assert found["decode_backend"] == found["prefill_backend"] == "disabled"
     else:
         assert found["decode_graphs"]

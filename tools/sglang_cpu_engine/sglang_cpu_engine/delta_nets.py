@@ -172,7 +172,9 @@ def _unit(x: Tensor) -> Tensor:
 
 def gated_rms_norm(module: Any, x: Tensor, z: Tensor, *arguments: Any, **kwargs: Any) -> Tensor:
     """In place of the forward method of SGLang's module."""
-    return gated_norm(x, module.weight, module.eps, z, "sigmoid" if module.activation == "sigmoid" else "silu")
+    return gated_norm(
+        x, module.weight, module.eps, z.reshape(x.shape), "sigmoid" if module.activation == "sigmoid" else "silu"
+    )
 
 
 def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor, activation: str) -> Tensor:

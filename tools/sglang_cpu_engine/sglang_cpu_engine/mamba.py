@@ -64,7 +64,11 @@ def scan(
     """
     requests = len(cu_seqlens) - 1
     shape = (requests, *x.shape[2:], write.shape[-1])
-    states = torch.zeros(shape) if initial_states is None else initial_states.to(torch.float32, copy=True)
+    states = (
+        x.new_zeros(shape, dtype=torch.float32)
+        if initial_states is None
+        else initial_states.to(torch.float32, copy=True)
+    )
     out[0] = walked(x[0], dt[0], rates, write[0], read[0], options["D"], dt_bias, states, cu_seqlens)
     return None, states.to(state_dtype), None
 
@@ -87,7 +91,7 @@ def scan_next(
 
     ``dt``, ``rates``, ``skip`` and ``dt_bias`` come repeated over the features of values, ``rates`` over the state too.
     """
-    slots, starts = state_batch_indices.long(), torch.arange(len(x) + 1)
+    slots, starts = state_batch_indices.long(), torch.arange(len(x) + 1, device=x.device)
     own = states[slots].to(torch.float32, copy=True)
     per_head = rates[:, 0, 0], write, read, skip[:, 0], dt_bias[:, 0]
     out.copy_(walked(x, dt[..., 0], *per_head, own, starts))
