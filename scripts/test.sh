@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--all | --most | pytest arguments]
 #
 #   bash scripts/test.sh                             quick tests
-#   bash scripts/test.sh --most                      slow ones too, and those with published weights: what .ci/run asks for
+#   bash scripts/test.sh --most                      slow ones too, and those with published weights; .ci/run calls it
 #   bash scripts/test.sh --all                       rare ones too (hours): before a release
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #

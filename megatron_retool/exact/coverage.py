@@ -30,17 +30,17 @@ def operators_of(architecture: Architecture) -> tuple[str, ...]:
     return tuple(each for each in OPERATORS if each not in absent)
 
 
-def check_operators(architecture: Architecture, *, gpu: bool) -> None:
-    """Raise ConfigError, with their names, where a model has operators that ``operators`` has not on this device."""
-    if missing := missing_operators(architecture, gpu=gpu):
+def check_operators(architecture: Architecture) -> None:
+    """Raise ConfigError, with their names, where a model has operators that ``operators`` has not."""
+    if missing := missing_operators(architecture):
         raise ConfigError(
-            f"learner.match_engine=exact does not know {', '.join(missing)}{' on a GPU' if gpu else ''}, which the "
-            f"model ({architecture.family}) has: set it to none"
+            f"learner.match_engine=exact does not know {', '.join(missing)}, which the model ({architecture.family}) "
+            "has: set it to none"
         )
 
 
-def missing_operators(architecture: Architecture, *, gpu: bool) -> list[str]:
-    """What a model has that ``exact.operators`` has not, in words; on a GPU or on a CPU."""
+def missing_operators(architecture: Architecture) -> list[str]:
+    """What a model has that ``exact.operators`` has not, in words."""
     scaling = architecture.rope_scaling
     has = {
         "sparse attention": architecture.indexer is not None,

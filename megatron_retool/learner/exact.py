@@ -30,7 +30,6 @@ from megatron_retool.learner.latent_attention import LatentAttention, Replicated
 from megatron_retool.learner.mamba import Mamba2, NormOfGated
 from megatron_retool.learner.norms import FullWidthRMSNorm, KeyNorm, PostNormSwiGLUMLP, QueryNorm, with_post_norm
 from megatron_retool.learner.positions import PreparedQueries
-from megatron_retool.learner.precision import Acceleration
 from megatron_retool.learner.recurrent import RecurrentLayer
 
 
@@ -391,12 +390,7 @@ _EXACT: dict[type[Any], type[Any]] = {
 }
 
 
-def place(
-    chunks: Iterable[Any],
-    architecture: Architecture,
-    acceleration: Acceleration,
-    exchanged: Collection[str] = OPERATORS,
-) -> None:
+def place(chunks: Iterable[Any], architecture: Architecture, exchanged: Collection[str] = OPERATORS) -> None:
     """Have model chunks of one tensor- and context-parallel rank compute with ``exact.operators``.
 
     Args:
@@ -405,7 +399,7 @@ def place(
     Raises:
         ConfigError: the model has an operator that ``exact`` has not.
     """
-    check_operators(architecture, gpu=acceleration.cuda)
+    check_operators(architecture)
     exchanged = frozenset(exchanged)
     for chunk in chunks:
         for name, module in chunk.named_modules():

@@ -43,7 +43,7 @@ def initial_chunks(
     if exact:
         from megatron_retool.learner.exact import place
 
-        place(chunks, architecture, acceleration)
+        place(chunks, architecture)
     own = ("value_head.weight",) if model_class is CriticModel else ()
     source = mcore_dir or hf_dir
     if source is not None and verify:

@@ -105,7 +105,7 @@ def check_model(config: Config, *, learns: bool) -> None:
             )
     config.learner.layout(architecture)
     if config.learner.match_engine == "exact":
-        check_operators(architecture, gpu=config.learner.device == "cuda")
+        check_operators(architecture)
     if config.weight_sync.method == "sharded" and any(mapping.is_stacked for mapping in WeightMap(architecture)):
         raise ConfigError(
             f"weight_sync.method=sharded sends rows and columns, and the experts of model.path={config.model.path} "

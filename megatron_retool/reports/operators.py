@@ -118,7 +118,7 @@ def report(
         EngineStartError: an engine did not start.
     """
     architecture = Architecture.from_pretrained(model_path)
-    check_operators(architecture, gpu=False)
+    check_operators(architecture)
     present = operators_of(architecture)
     if unknown := [each for each in only if each not in present]:
         raise ConfigError(f"{', '.join(unknown)}: this model's operators are {', '.join(present)}")
@@ -232,7 +232,7 @@ class _OneRank:
         config = build_transformer_config(self._architecture, self._settings, self._layout, acceleration)
         (model,) = build_model_chunks(self._architecture, config, acceleration)
         load_hf_weights([model], self._architecture, self._path)
-        place([model], self._architecture, acceleration, exchanged)
+        place([model], self._architecture, exchanged)
         packer = Packer(
             self._layout,
             self._settings.max_tokens_per_micro_batch,

@@ -344,15 +344,19 @@ class SGLangServer:
                     "--sampling-backend": "pytorch",
                     "--moe-runner-backend": "triton",
                     "--disable-shared-experts-fusion": True,
-                    # States are float32, and change where the plugin's functions change them.
-                    "--mamba-ssm-dtype": "float32",
-                    "--mamba-radix-cache-strategy": "no_buffer",
-                    "--disable-overlap-schedule": True,
-                    "--linear-attn-prefill-backend": "triton",
-                    "--linear-attn-decode-backend": "triton",
                     "--cuda-graph-backend-decode": "disabled",
                     "--cuda-graph-backend-prefill": "disabled",
                 }
+                architecture = Architecture.from_pretrained(self.model_path, self.families)
+                if architecture.delta_net is not None or architecture.mamba is not None:
+                    # States are float32, and none is kept but where the plugin's functions leave it.
+                    arguments |= {
+                        "--mamba-ssm-dtype": "float32",
+                        "--mamba-radix-cache-strategy": "no_buffer",
+                        "--disable-overlap-schedule": True,
+                        "--linear-attn-prefill-backend": "triton",
+                        "--linear-attn-decode-backend": "triton",
+                    }
             if self._is_mixture_of_experts():
                 arguments |= {"--ep-size": config.expert_parallel_size or config.tensor_parallel_size}
             if config.attention_data_parallel_size > 1:

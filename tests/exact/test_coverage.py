@@ -28,7 +28,7 @@ from megatron_retool.planning.models import MODELS
 def test_a_models_operators(model: str, absent: set[str]) -> None:
     architecture = Architecture.from_hf_config(MODELS[model])
     assert operators_of(architecture) == tuple(each for each in OPERATORS if each not in absent)
-    assert missing_operators(architecture, gpu=False) == []
+    assert missing_operators(architecture) == []
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_a_models_operators(model: str, absent: set[str]) -> None:
     ],
 )
 def test_what_is_missing_is_said(model: str, missing: str) -> None:
-    assert missing in missing_operators(Architecture.from_hf_config(MODELS[model]), gpu=False)
+    assert missing in missing_operators(Architecture.from_hf_config(MODELS[model]))

@@ -96,7 +96,7 @@ def read_learner(
         if settings.match_engine == "exact":
             from megatron_retool.learner import exact
 
-            exact.place([model], architecture, acceleration)
+            exact.place([model], architecture)
         model.eval()
         packer = Packer(
             layout,
