@@ -128,13 +128,23 @@ class Checkpoints:
     async def change(
         self, checkpoint: StoredCheckpoint, *, public: bool | None = None, ttl: tuple[int | None] | None = None
     ) -> None:
-        """Note that it was published or withdrawn, or how long it lives from now on."""
+        """Note that it was published or withdrawn, or how long it lives from now on.
+
+        Raises:
+            RequestRefused: it was deleted meanwhile.
+        """
+        changed = checkpoint
         if public is not None:
-            checkpoint = dataclasses.replace(checkpoint, public=public)
+            changed = dataclasses.replace(changed, public=public)
         if ttl is not None:
-            checkpoint = dataclasses.replace(checkpoint, expires_at=expiry(*ttl))
-        self._checkpoints[checkpoint.path] = checkpoint
-        await asyncio.to_thread(self._store.write_checkpoint, checkpoint)
+            changed = dataclasses.replace(changed, expires_at=expiry(*ttl))
+        # Noted here only once it is written: what has expired is deleted by then, with what would be written.
+        try:
+            await asyncio.to_thread(self._store.write_checkpoint, changed)
+        except FileNotFoundError:
+            raise RequestRefused(f"path: {checkpoint.path} was deleted meanwhile") from None
+        if self._checkpoints.get(checkpoint.path) is checkpoint:
+            self._checkpoints[checkpoint.path] = changed
 
     async def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint and its files."""

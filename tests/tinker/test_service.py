@@ -153,6 +153,24 @@ def test_a_checkpoint_expires(model_directory, tmp_path):
     lives(model_directory, tmp_path, work)
 
 
+def test_a_checkpoint_that_is_deleted_while_it_changes(model_directory, tmp_path, monkeypatch):
+    async def work(service, trainer, session, model_id):
+        await result(service, await service.training.save_weights({"model_id": model_id, "seq_id": 1, "path": "short"}))
+        (found,) = service.checkpoints.named(model_id)
+        store, write = service.checkpoints._store, service.checkpoints._store.write_checkpoint
+
+        def write_too_late(checkpoint):
+            store.delete(checkpoint.path)
+            write(checkpoint)
+
+        monkeypatch.setattr(store, "write_checkpoint", write_too_late)
+        with pytest.raises(RequestRefused, match="was deleted meanwhile"):
+            await service.checkpoints.change(found, public=True)
+        assert not service.checkpoints.directory(found.path).exists()
+
+    lives(model_directory, tmp_path, work)
+
+
 def test_a_trainer_that_died_ends_the_server(model_directory, tmp_path):
     class Died(RuntimeError): ...
 
