@@ -482,8 +482,11 @@ class SGLangServer:
             "frequencies": [inverse_frequencies(architecture, local).tolist() for local in kinds],
             "scales": [softmax_scale(architecture, local) for local in kinds],
         }
-        on_gpu = {"SGLANG_FORCE_FUSED_OP_BACKEND": "native", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
-        on_gpu["SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV"] = "0"
+        on_gpu = {
+            "SGLANG_FORCE_FUSED_OP_BACKEND": "native",
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+            "SGLANG_ENABLE_GDN_DECODE_FUSED_PROJ_CONV": "0",
+        }
         return {EXACT_VARIABLE: json.dumps(settings), **(on_gpu if self.device == "cuda" else {})}
 
     def __enter__(self) -> SGLangServer:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_cpu_engine import delta_nets
-from sglang_rollout.engine.exact_plugin import exact_operators
+from sglang_rollout.engine.exact_plugin import exact_states
 from sglang_rollout.engine.process import torchvision_directory
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_new_tokens_of_a_delta_net_come_packed() -> None:
         of_heads[0], of_heads[1], query.view(1, 2, 2, 4), key.view(1, 2, 2, 4), value.reshape(1, 2, 6, 3), a, b,
         apart, slots, torch.arange(3),
     )  # fmt: skip
-    found = exact_operators.delta_rule_of_packed(
+    found = exact_states.delta_rule_of_packed(
         None, packed, a, b, A_log=of_heads[0], dt_bias=of_heads[1], scale=0.5, ssm_states=behind,
         cache_indices=slots, num_v_heads=6, head_v_dim=3,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from conversion.model.rotary import query_growth
 from megatron_retool.exact import operators
-from sglang_rollout.engine.exact_plugin import exact_head
+from sglang_rollout.engine.exact_plugin import exact_head, exact_states
 
 _LAYERS = "sglang.srt.layers."
 _DEEPSEEK = "sglang.srt.models.deepseek_v2."
@@ -77,15 +77,15 @@ def register() -> None:
             ("sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention", gated_attention),
         ),
         "delta_net": (
-            (_DELTA_NETS + "convolved", convolved),
+            (_DELTA_NETS + "convolved", exact_states.convolved),
             (_DELTA_NETS + "rates", operators.delta_net_rates),
             (_DELTA_NETS + "answers", operators.delta_rule),
-            (_DELTA_NETS + "gated_norm", gated_norm),
+            (_DELTA_NETS + "gated_norm", exact_states.gated_norm),
         ),
         "mamba": (
-            (_DELTA_NETS + "convolved", convolved),
-            (_MAMBA + "walked", state_space),
-            ("attention.mamba.mixer2_rms_norm_gated.Mixer2RMSNormGated.forward_native", norm_of_gated),
+            (_DELTA_NETS + "convolved", exact_states.convolved),
+            (_MAMBA + "walked", exact_states.state_space),
+            ("attention.mamba.mixer2_rms_norm_gated.Mixer2RMSNormGated.forward_native", exact_states.norm_of_gated),
         ),
         "activation": (
             ("activation.SiluAndMul.forward_native", silu_and_mul),
@@ -117,12 +117,16 @@ def register() -> None:
     HookRegistry.register(_LAYERS + "quantization.unquant.UnquantizedLinearMethod.apply", linear, HookType.AROUND)
     HookRegistry.register(_LAYERS + "linear.LinearBase.__init__", note_operator, HookType.AROUND)
     if torch.cuda.is_available():
-        for operator, pairs in _for_states_on_a_gpu().items():
+        for operator, pairs in exact_states.on_a_gpu().items():
             for target, hook in pairs if operator in exchanged() else ():
                 HookRegistry.register(target, hook, HookType.REPLACE)
         HookRegistry.register("sglang.srt.models.utils.enable_fused_set_kv_buffer", is_not_fused, HookType.REPLACE)
         HookRegistry.register("sglang.srt.models.utils.apply_qk_norm", norm_heads, HookType.REPLACE)
         HookRegistry.register(_LAYERS + "dual_gemm.DualGemm._select_mode", has_no_mode, HookType.REPLACE)
+        if "delta_net" in exchanged():
+            qwen = "sglang.srt.models.qwen3_5.Qwen3_5"
+            HookRegistry.register(qwen + "GatedDeltaNet.finalize_fused_in_proj", has_no_mode, HookType.REPLACE)
+            HookRegistry.register(qwen + "AttentionDecoderLayer.self_attention", gated_attention, HookType.REPLACE)
         HookRegistry.register(
             "sglang.kernels.ops.gemm.fused_a_gemm.fused_a_gemm_weight_eligible", is_not_fused, HookType.REPLACE
         )
@@ -134,64 +138,6 @@ def register() -> None:
             _LAYERS + "logprob_processor.InputLogprobProcessor.__init__", exact_head.keep_log_softmax, HookType.AROUND
         )
         torch.log_softmax = torch.nn.functional.log_softmax = exact_head.log_softmax  # type: ignore[assignment]
-
-
-def _for_states_on_a_gpu() -> dict[str, tuple[tuple[str, Any], ...]]:
-    """SGLang's kernels for states, and what fuses others with them, by operator, and what stands for each.
-
-    On a CPU ``sglang_cpu_engine`` puts the same functions in their places, or in those of SGLang's for a CPU.
-    """
-    from sglang_cpu_engine import delta_nets, mamba
-
-    srt, ops = "sglang.srt.layers.attention.", "sglang.kernels.ops."
-    qwen = "sglang.srt.models.qwen3_5."
-    convolutions = tuple(
-        (f"{module}.causal_conv1d_{name}", function)
-        for module in (srt + "mamba.causal_conv1d", ops + "mamba.causal_conv1d_triton")
-        for name, function in (("fn", delta_nets.convolve_prefill), ("update", delta_nets.convolve_next))
-    )
-    return {
-        "delta_net": (
-            *convolutions,
-            (ops + "attention.linear.fused_gdn_gating.fused_gdn_gating", delta_nets.gates),
-            (ops + "attention.fla.chunk.chunk_gated_delta_rule", delta_nets.delta_rule),
-            (srt + "linear.kernels.gdn_triton.TritonGDNKernel.packed_decode", delta_rule_of_packed),
-            (ops + "attention.fla.fused_norm_gate.FusedRMSNormGated.forward", delta_nets.gated_rms_norm),
-            (ops + "attention.fla.layernorm_gated.RMSNorm.forward", delta_nets.gated_rms_norm),
-            (qwen + "Qwen3_5GatedDeltaNet.finalize_fused_in_proj", has_no_mode),
-            (qwen + "Qwen3_5AttentionDecoderLayer.self_attention", gated_attention),
-        ),
-        "mamba": (
-            *convolutions,
-            (ops + "mamba.triton_ops.mamba_chunk_scan_combined", mamba.scan),
-            (ops + "mamba.triton_ops.selective_state_update", mamba.scan_next),
-        ),
-    }
-
-
-def delta_rule_of_packed(
-    kernel: Any,
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    A_log: torch.Tensor,  # noqa: N803  the name is SGLang's
-    dt_bias: torch.Tensor,
-    ssm_states: torch.Tensor,
-    cache_indices: torch.Tensor,
-    num_v_heads: int,
-    head_v_dim: int,
-    **_: Any,
-) -> torch.Tensor:
-    """One new token of each request, ``mixed_qkv`` [requests, features]: [1, requests, value heads, value size]."""
-    from sglang_cpu_engine import delta_nets
-
-    rows, values = len(mixed_qkv), num_v_heads * head_v_dim
-    query, key, value = mixed_qkv.split([(mixed_qkv.size(-1) - values) // 2] * 2 + [values], -1)
-    query, key = (x.reshape(1, rows, -1, ssm_states.size(-1)) for x in (query, key))
-    starts = torch.arange(rows + 1, device=mixed_qkv.device)
-    operands = A_log, dt_bias, query, key, value.reshape(1, rows, num_v_heads, head_v_dim), a, b
-    return delta_nets.delta_rule_of_next(*operands, ssm_states, cache_indices, starts)
 
 
 def refuse_model(*arguments: Any, **kwargs: Any) -> None:
@@ -233,41 +179,6 @@ def _normed(norm: Any, weight: torch.Tensor, x: torch.Tensor, residual: torch.Te
         x = x + residual
     result = operators.rms_norm(x, weight, norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
     return result if residual is None else (result, x)
-
-
-def convolved(known: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
-    """As ``sglang_cpu_engine.delta_nets.convolved``."""
-    assert activation in ("silu", "swish"), "the learner's convolution has silu behind it"
-    return operators.convolve(known, weight, bias)
-
-
-def gated_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gate: torch.Tensor, activation: str) -> torch.Tensor:
-    """As ``sglang_cpu_engine.delta_nets.gated_norm``."""
-    assert activation == "silu", "the learner's norm is multiplied by silu of its gate"
-    return operators.gated_rms_norm(x, weight, eps, gate)
-
-
-def state_space(
-    value: torch.Tensor,
-    steps: torch.Tensor,
-    rates: torch.Tensor,
-    write: torch.Tensor,
-    read: torch.Tensor,
-    skip: torch.Tensor,
-    bias: torch.Tensor,
-    states: torch.Tensor,
-    starts: torch.Tensor,
-) -> torch.Tensor:
-    """As ``sglang_cpu_engine.mamba.walked``."""
-    return operators.state_space(
-        value, steps, rates, skip, bias, write, read, states, torch.arange(len(states), device=states.device), starts
-    )
-
-
-def norm_of_gated(norm: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Of one group's features."""
-    assert norm.n_groups == 1, "the learner's norm is exact for one group"
-    return operators.norm_of_gated(x, norm.weight, norm.variance_epsilon, gate)
 
 
 def gated_attention(layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any) -> Any:
