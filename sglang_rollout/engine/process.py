@@ -34,6 +34,7 @@ import sglang_cpu_engine
 from conversion.model.adapter_map import module_names, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import engine_class
 from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
@@ -61,10 +62,10 @@ answer too. It gets so many more, so that rollout.engine.context_length can be f
 CPU_CACHE_TOKENS = 32768
 """KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
 CPU_RUNNING_REQUESTS = 64
-"""Requests at a time of such an engine whose model has linear attention: each keeps states, for which SGLang would take
-most of the memory too."""
+"""Requests at a time of such an engine whose settings name no number."""
 STATES_OF_A_REQUEST = 3
-"""That SGLang keeps for each running request, so that prefixes can stay in its cache."""
+"""States of linear attention and of Mamba-2 that SGLang keeps for each running request, so that prefixes can stay in
+its cache. On a CPU it would take most of the memory for them. A model without states ignores their number."""
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
 
@@ -334,8 +335,7 @@ class SGLangServer:
         if self.device == "cpu":
             tokens = config.max_total_tokens or max(CPU_CACHE_TOKENS, config.context_length or 0)
             states = STATES_OF_A_REQUEST * (config.max_running_requests or CPU_RUNNING_REQUESTS)
-            keeps_states = "linear_num_value_heads" in self._model_config()
-            arguments |= {"--max-total-tokens": tokens, "--max-mamba-cache-size": states if keeps_states else None}
+            arguments |= {"--max-total-tokens": tokens, "--max-mamba-cache-size": states}
         else:
             arguments |= {"--enable-memory-saver": self.colocated}
             if self.exact_operators:
@@ -357,8 +357,8 @@ class SGLangServer:
                         "--linear-attn-prefill-backend": "triton",
                         "--linear-attn-decode-backend": "triton",
                     }
-            if self._is_mixture_of_experts():
-                arguments |= {"--ep-size": config.expert_parallel_size or config.tensor_parallel_size}
+            experts = config.tensor_parallel_size if self._is_mixture_of_experts() else None
+            arguments |= {"--ep-size": config.expert_parallel_size or experts}
             if config.attention_data_parallel_size > 1:
                 arguments |= {"--attn-dp-size": config.attention_data_parallel_size}
             # Asleep the engine forgets its weights. No sync brings the draft model's back.
@@ -515,7 +515,11 @@ class SGLangServer:
         return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
     def _is_mixture_of_experts(self) -> bool:
-        return "Moe" in self._architecture()
+        """False for a model that no family covers, which an evaluation may serve."""
+        try:
+            return Architecture.from_pretrained(self.model_path, self.families, dequantized=True).is_moe
+        except UnsupportedArchitecture:
+            return False
 
     def _check_device(self) -> None:
         """

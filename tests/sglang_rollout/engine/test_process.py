@@ -55,14 +55,10 @@ def flag(engine: SGLangServer, name: str) -> str | None:
 
 
 @pytest.mark.parametrize(("requests", "states"), [(None, "192"), (10, "30")])
-def test_an_engine_on_a_cpu_has_bounded_states_of_linear_attention(model_directory, tmp_path, requests, states):
+def test_an_engine_on_a_cpu_has_bounded_states(model_directory, tmp_path, requests, states):
     settings = {"max_running_requests": requests}
-    assert flag(make_engine(model_directory, tmp_path, settings=settings), "--max-mamba-cache-size") is None
-    linear = tmp_path / "model"
-    linear.mkdir()
-    (linear / "config.json").write_text(json.dumps({"linear_num_value_heads": 32}))
-    assert flag(make_engine(linear, tmp_path, settings=settings), "--max-mamba-cache-size") == states
-    on_a_gpu = make_engine(linear, tmp_path, device="cuda", settings=settings)
+    assert flag(make_engine(model_directory, tmp_path, settings=settings), "--max-mamba-cache-size") == states
+    on_a_gpu = make_engine(model_directory, tmp_path, device="cuda", settings=settings)
     assert flag(on_a_gpu, "--max-mamba-cache-size") is None
 
 
@@ -181,6 +177,33 @@ def test_groups_of_experts_and_of_attention_are_passed_on(model_directory, tmp_p
     for name in ("expert_parallel_size", "attention_data_parallel_size"):
         with pytest.raises(EngineStartError, match=f"{name} above 1 needs CUDA"):
             make_engine(experts, tmp_path, settings={"tensor_parallel_size": 2, name: 2}).command()
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        ("deepseek-v3", "4"),
+        ("mixtral-8x7b", "4"),
+        ("gpt-oss-20b", "4"),
+        ("qwen3-next-80b-a3b", "4"),
+        ("granite-4.0-h-tiny", "4"),
+        ("granite-4.0-h-micro", None),
+        ("qwen3-8b", None),
+    ],
+)
+def test_every_mixture_of_experts_spreads_them_over_the_engines_gpus(tmp_path, model, groups):
+    """By what the model has: the names of few of these classes have "Moe", and dense Granite 4's has it too."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    engine = make_engine(tmp_path, tmp_path, device="cuda", settings={"tensor_parallel_size": 4})
+    assert flag(engine, "--ep-size") == groups
+
+
+def test_experts_of_a_model_without_a_family_are_spread_where_the_settings_say_so(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OtherMoeForCausalLM"], "num_experts": 8}))
+    settings = {"tensor_parallel_size": 4}
+    assert flag(make_engine(tmp_path, tmp_path, device="cuda", settings=settings), "--ep-size") is None
+    settings |= {"expert_parallel_size": 4}
+    assert flag(make_engine(tmp_path, tmp_path, device="cuda", settings=settings), "--ep-size") == "4"
 
 
 def test_speculative_decoding_is_passed_on_with_the_draft_models_weights_safe(model_directory, tmp_path):
