@@ -138,8 +138,8 @@ def check_served_model(config: Config) -> None:
         _check_window(config.data, config.rollout, config.model, served, architecture.sliding_window)
     check_longest_text(config.data, config.rollout, config.model, architecture)
     _check_longrope(config.model.path, served, architecture)
-    _check_expert_groups(config.rollout, config.model, architecture)
     on_cpu = resolve_device(config.rollout.engine.device) == "cpu"
+    _check_expert_groups(config.rollout, config.weight_sync, config.model, architecture, on_cpu)
     if on_cpu and (reason := unserved_on_cpu(architecture, served)):
         raise ConfigError(
             f"model.path={config.model.path}: {reason}: sample on a GPU, or set rollout.engine.backend=transformers"
@@ -314,15 +314,26 @@ def _check_attention_groups(rollout: RolloutConfig, served: Sequence[str]) -> No
         )
 
 
-def _check_expert_groups(rollout: RolloutConfig, model: ModelConfig, architecture: Architecture) -> None:
-    groups = rollout.engine.expert_parallel_size or 1
+def _check_expert_groups(
+    rollout: RolloutConfig, sync: WeightSyncConfig, model: ModelConfig, architecture: Architecture, on_cpu: bool
+) -> None:
+    groups = rollout.engine.expert_parallel_size
+    said = f"rollout.engine.expert_parallel_size={groups}"
+    if groups is None:
+        groups = rollout.engine.tensor_parallel_size if architecture.is_moe and not on_cpu else 1
+        said = f"rollout.engine.expert_parallel_size=null, which is tensor_parallel_size={groups} on GPUs,"
     if groups == 1:
         return
-    said = f"rollout.engine.expert_parallel_size={groups}"
     if not architecture.is_moe:
         raise ConfigError(f"{said} needs a mixture of experts, and {model.path} is a dense model: set it to null")
     if (architecture.num_experts or 0) % groups:
-        raise ConfigError(f"{said} must divide the model's {architecture.num_experts} experts")
+        raise ConfigError(f"{said} must divide the model's {architecture.num_experts} experts: set it to one that does")
+    for name in ("verify", "delta"):
+        if getattr(sync, name):
+            raise ConfigError(
+                f"{said} does not go with weight_sync.{name}=true: checksums of experts that GPUs have to themselves "
+                f"are not known. Set it to 1, or weight_sync.{name} to false"
+            )
 
 
 def unfilled_output_layer(hf_config: Mapping[str, Any], served: Sequence[str]) -> str:

@@ -257,11 +257,21 @@ def test_groups_of_gpus_have_to_fit_the_model(tmp_path: Path) -> None:
     check_served_model(configured(tmp_path, size, f"{experts}1", **dense))
     for keys, override, words in (
         (moe, f"{experts}8", "must divide the model's 4 experts"),
+        (moe, "rollout.engine.device=cuda", "null, which is tensor_parallel_size=8 on GPUs, must divide the model's 4"),
         (dense, f"{experts}2", "is a dense model"),
         (dense, f"{attention}2", "LlamaForCausalLM does not give requests to groups"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_served_model(configured(tmp_path, size, override, **keys))
+
+
+@pytest.mark.parametrize("name", ["verify", "delta"])
+def test_checksums_of_experts_that_gpus_have_to_themselves_are_refused(tmp_path: Path, name: str) -> None:
+    moe = of_class("MixtralForCausalLM") | EXPERTS
+    gpus = ("rollout.engine.device=cuda", "rollout.engine.tensor_parallel_size=2", f"weight_sync.{name}=true")
+    with pytest.raises(ConfigError, match=rf"expert_parallel_size=null, .* weight_sync\.{name}=true"):
+        check_served_model(configured(tmp_path, *gpus, **moe))
+    check_served_model(configured(tmp_path, *gpus, "rollout.engine.expert_parallel_size=1", **moe))
 
 
 def test_models_that_are_not_there_are_left_to_those_who_fetch_them() -> None:
