@@ -41,6 +41,8 @@ FP8_RECIPES = {
 FLASH_ATTENTION = ("flash-attn-3", "flash-attn-4", "flash-attn")
 """In the order in which Transformer Engine prefers them on Hopper."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+_OF_TRANSFORMER_ENGINE = {"layernorm": "random states", "moe_act": "grouped experts"}
+"""Those of them that Megatron-Core computes again only with it, and by what of it."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,11 @@ def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceler
                 raise ConfigError(f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}")
             if module in ("moe", "moe_act") and not architecture.is_moe:
                 raise ConfigError(f"learner.recompute.modules: {module} needs a mixture-of-experts model")
-            if module == "moe_act" and not acceleration.transformer_engine:
-                raise ConfigError("learner.recompute.modules: moe_act needs Transformer Engine's grouped experts")
+            if module in _OF_TRANSFORMER_ENGINE and not acceleration.transformer_engine:
+                raise ConfigError(
+                    f"learner.recompute.modules: {module} needs Transformer Engine's {_OF_TRANSFORMER_ENGINE[module]}, "
+                    "and it is not used here: leave it out"
+                )
     elif recompute.modules:
         raise ConfigError("learner.recompute.modules needs learner.recompute.granularity=selective")
 

@@ -115,8 +115,9 @@ def test_fused_kernels_follow_what_is_installed() -> None:
     assert "local layer spec" in CPU.describe()
 
 
-def test_experts_may_recompute_their_activation_with_transformer_engine() -> None:
-    learner = LearnerConfig(recompute=RecomputeConfig("selective", modules=["moe_act"]))
+@pytest.mark.parametrize("module", ["layernorm", "moe_act"])
+def test_only_transformer_engine_computes_these_again(module: str) -> None:
+    learner = LearnerConfig(recompute=RecomputeConfig("selective", modules=[module]))
     check_precision(learner, OptimizerConfig(), EXPERTS, H200)
-    with pytest.raises(ConfigError, match="moe_act needs Transformer Engine"):
+    with pytest.raises(ConfigError, match=f"{module} needs Transformer Engine's .* leave it out"):
         check_precision(learner, OptimizerConfig(), EXPERTS, CPU)
