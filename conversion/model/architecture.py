@@ -30,7 +30,7 @@ from untrusted import load_json
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with RMSNorm, rotary positions, SwiGLU and grouped-query attention.
+    """A decoder-only transformer with RMSNorm, rotary positions, a gated MLP and grouped-query attention.
 
     Sizes are whole-model sizes in elements, before any parallelism and before vocabulary padding.
     """
@@ -65,8 +65,10 @@ class Architecture:
     """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)); None: they are not."""
     qk_norm_full_width: bool = False
     """With ``qk_norm``: over all heads together instead."""
-    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
-    """Of the MLP's gate."""
+    activation: Literal["silu", "gelu_tanh", "quick_gelu", "relu2"] = "silu"
+    """Of the MLP's gate; of the MLP's first product where it has no gate. relu2: the square of ReLU."""
+    gated_mlp: bool = True
+    """MLPs, and experts, multiply their first product by an activated gate."""
     activation_limit: float | None = None
     """The gate is clamped from above before its activation, and what it multiplies to +- this; None: neither."""
     activation_offset: float = 0.0
@@ -101,6 +103,10 @@ class Architecture:
     """Of Mamba-2, which the layers of ``linear_layers`` have; None: they are of another kind."""
     linear_layers: tuple[int, ...] = ()
     """Layers, by global number, that have ``recurrent`` in place of attention; ascending."""
+    layers_without_mixer: tuple[int, ...] = ()
+    """Layers, by global number, of an MLP only: without attention and what stands in its place; ascending."""
+    layers_without_mlp: tuple[int, ...] = ()
+    """Layers, by global number, without an MLP, dense or of experts; ascending."""
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
@@ -155,12 +161,20 @@ class Architecture:
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer with this global number has a router and experts in place of the dense SwiGLU."""
-        return self.is_moe and layer not in self.dense_layers
+        """Whether the layer with this global number has a router and experts in place of the dense MLP."""
+        return self.is_moe and layer not in self.dense_layers and self.has_mlp(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer with this global number has an MLP, dense or of experts."""
+        return layer not in self.layers_without_mlp
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether the layer with this global number has attention, or what stands in its place."""
+        return layer not in self.layers_without_mixer
 
     def has_attention(self, layer: int) -> bool:
         """Whether the layer with this global number has softmax attention."""
-        return layer not in self.linear_layers
+        return layer not in self.linear_layers and self.has_mixer(layer)
 
     def has_indexer(self, layer: int) -> bool:
         """Whether the layer with this global number chooses keys by itself."""
@@ -174,12 +188,23 @@ class Architecture:
     @property
     def attention_layers(self) -> int:
         """How many layers have softmax attention."""
-        return self.num_layers - len(self.linear_layers)
+        return self.num_layers - len(self.linear_layers) - len(self.layers_without_mixer)
+
+    @property
+    def dense_mlps(self) -> int:
+        """How many layers have a dense MLP."""
+        return self.num_layers - len(self.layers_without_mlp) - len(self.expert_layers)
+
+    @property
+    def sublayers(self) -> int:
+        """How many times something is added to the residual stream: twice in each layer with a mixer and an MLP."""
+        return 2 * self.num_layers - len(self.layers_without_mixer) - len(self.layers_without_mlp)
 
     @property
     def has_mixed_layers(self) -> bool:
         """Whether layers differ in their parameters."""
-        return bool(self.dense_layers or self.linear_layers or self.shared_choices)
+        kinds = (self.dense_layers, self.linear_layers, self.shared_choices)
+        return any((*kinds, self.layers_without_mixer, self.layers_without_mlp))
 
     def with_predictors(self) -> Architecture:
         """The model with its layers for multi-token prediction; config.json tells how many there are.

@@ -19,7 +19,8 @@ from conversion.model.config_reader import (
 )
 from conversion.model.position_config import rope_kind, rope_parameters
 
-_EARLIER_NAMES = {"attention": FULL, "mamba": LINEAR}
+EARLIER_NAMES = {"attention": FULL, "mamba": LINEAR}
+"""What kinds of layers were called in config.json before transformers 5."""
 _UNLIMITED = (math.inf, {"__float__": "Infinity"})
 """How config.json says that there is no end."""
 
@@ -322,9 +323,7 @@ def mamba(config: ConfigReader) -> dict[str, Any]:
         return {}
     config.refuse("mamba_proj_bias")
     config.require(mamba_conv_bias=True)
-    limits = config.items("time_step_limit")
-    if limits and not (len(limits) == 2 and limits[0] == 0.0 and limits[1] in _UNLIMITED):
-        raise UnsupportedArchitecture(f"time_step_limit={shown(limits)}: only steps from 0 without an end are computed")
+    check_steps(config)
     heads = config.integer("mamba_n_heads", 128)
     width = config.integer("mamba_expand", 2) * config.integer("hidden_size")
     size = width // heads if config.mapping.get("mamba_d_head", "auto") == "auto" else config.integer("mamba_d_head")
@@ -341,6 +340,13 @@ def mamba(config: ConfigReader) -> dict[str, Any]:
             f"be a multiple of mamba_n_groups={sizes.groups}"
         )
     return {"mamba": sizes, "linear_layers": linear}
+
+
+def check_steps(config: ConfigReader) -> None:
+    """Raise UnsupportedArchitecture where the steps of Mamba-2 have bounds."""
+    limits = config.items("time_step_limit")
+    if limits and not (len(limits) == 2 and limits[0] == 0.0 and limits[1] in _UNLIMITED):
+        raise UnsupportedArchitecture(f"time_step_limit={shown(limits)}: only steps from 0 without an end are computed")
 
 
 def set_sliding_window(config: ConfigReader) -> dict[str, Any]:
@@ -424,7 +430,7 @@ def layer_types(config: ConfigReader, known: Sequence[str] = (FULL, SLIDING)) ->
     layers, types = config.integer("num_hidden_layers"), config.items("layer_types")
     if len(types) != layers:
         raise MalformedConfig(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
-    types = [_EARLIER_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    types = [EARLIER_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     for number, kind in enumerate(types):
         if kind not in known:
             raise UnsupportedArchitecture(f"layer_types[{number}]={shown(kind)} is not one of {', '.join(known)}")

@@ -48,17 +48,28 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
             than two.
     """
     gates = sigmoid_gates(config)
-    chosen, groups, limit = gates["num_experts_per_tok"], config.integer("n_group", 1), config.integer("topk_group", 1)
-    if groups > 1 and chosen != 2 * limit:
+    return {
+        **gates,
+        **_routed_and_shared_experts(config, shared=1),
+        "router_groups": choice_of_groups(config, gates["num_experts_per_tok"]),
+    }
+
+
+def choice_of_groups(config: ConfigReader, chosen: int) -> tuple[int, int] | None:
+    """``router_groups`` of a router that chooses ``chosen`` experts, and groups by the sum of their two best scores.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, or groups are chosen by another number of scores than two.
+    """
+    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if groups == 1:
+        return None
+    if chosen != 2 * limit:
         raise UnsupportedArchitecture(
             f"topk_group={limit} with num_experts_per_tok={chosen}: a choice of groups by their two best scores is "
             "there only for num_experts_per_tok = 2 topk_group"
         )
-    return {
-        **gates,
-        **_routed_and_shared_experts(config, shared=1),
-        "router_groups": (groups, limit) if groups > 1 else None,
-    }
+    return groups, limit
 
 
 def softmax_router(config: ConfigReader) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def mlp_flops(architecture: Architecture) -> float:
     a, width = architecture, 0
     if a.is_moe:
         width = (a.num_experts_per_tok or 0) * (a.moe_ffn_hidden_size or 0) + (a.shared_expert_ffn_hidden_size or 0)
-    share = len(a.expert_layers) / a.num_layers
-    return 6.0 * a.hidden_size * (share * width + (1 - share) * a.ffn_hidden_size)
+    columns = (len(a.expert_layers) * width + a.dense_mlps * a.ffn_hidden_size) / a.num_layers
+    return 2.0 * (3 if a.gated_mlp else 2) * a.hidden_size * columns
 
 
 def pair_flops(architecture: Architecture) -> float:

@@ -183,7 +183,7 @@ def cuts(
     """Every size of the model that has to divide by a size of the layout."""
     yield Cut("tensor", tensor, "num_attention_heads", architecture.num_attention_heads)
     yield Cut("tensor", tensor, "num_key_value_heads", architecture.num_query_groups, may_repeat=True)
-    if len(architecture.expert_layers) < architecture.num_layers:
+    if architecture.dense_mlps:
         yield Cut("tensor", tensor, "intermediate_size", architecture.ffn_hidden_size)
     if architecture.shared_expert_ffn_hidden_size is not None:
         width = architecture.shared_expert_ffn_hidden_size

@@ -37,12 +37,16 @@ class Layers(Enum):
     """Which layers have a parameter."""
 
     ALL = "all"
+    MIXER = "mixer"
+    """Those with attention or what stands in its place: all, but for ``Architecture.layers_without_mixer``."""
+    MLP = "mlp"
+    """Those with an MLP, dense or of experts: all, but for ``Architecture.layers_without_mlp``."""
     DENSE = "dense"
-    """Those with a dense MLP: all layers of a dense model, ``Architecture.dense_layers`` of a mixture of experts."""
+    """Those of them with a dense one: all of a dense model, ``Architecture.dense_layers`` of a mixture of experts."""
     EXPERTS = "experts"
     """Those with a router and experts."""
     ATTENTION = "attention"
-    """Those with softmax attention: all, but for ``Architecture.linear_layers``."""
+    """Those with softmax attention: all with a mixer, but for ``Architecture.linear_layers``."""
     LINEAR = "linear"
     """``Architecture.linear_layers``."""
     INDEXER = "indexer"
@@ -141,6 +145,14 @@ def swiglu(mcore: str, hf: str, width: str, layers: Layers = Layers.ALL) -> Rule
             tp_dim=0,
             layers=layers,
         ),
+        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1, layers=layers),
+    )
+
+
+def ungated_mlp(mcore: str, hf: str, width: str, layers: Layers) -> Rules:
+    """An MLP of ``width`` columns without a gate: up_proj and down_proj; ``mcore`` and ``hf`` are prefixes."""
+    return (
+        Rule(mcore + "linear_fc1.weight", (hf + "up_proj.weight",), ((width, "hidden"),), tp_dim=0, layers=layers),
         Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1, layers=layers),
     )
 

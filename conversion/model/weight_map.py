@@ -123,12 +123,8 @@ class WeightMap:
                 yield from (self._mapping(rule) for rule in rules)
                 continue
             for layer in range(self.architecture.num_layers):
-                absent = (
-                    Layers.DENSE if self.architecture.has_experts(layer) else Layers.EXPERTS,
-                    Layers.LINEAR if self.architecture.has_attention(layer) else Layers.ATTENTION,
-                    None if self.architecture.has_indexer(layer) else Layers.INDEXER,
-                )
-                present = [rule for rule in rules if rule.layers not in absent]
+                kinds = _kinds(self.architecture, layer)
+                present = [rule for rule in rules if rule.layers in kinds]
                 per_expert = [rule for rule in present if "{expert}" in rule.mcore]
                 yield from (self._mapping(rule, layer) for rule in present if "{expert}" not in rule.mcore)
                 for expert in range(self.architecture.num_experts or 0):
@@ -172,6 +168,21 @@ class WeightMap:
             padding_rows=padding if rule.arrangement is Arrangement.VOCABULARY else 0,
             sections=tuple(self._sizes[size] for size in rule.sections),
         )
+
+
+def _kinds(architecture: Architecture, layer: int) -> set[Layers]:
+    has_mlp, has_experts = architecture.has_mlp(layer), architecture.has_experts(layer)
+    kinds = {
+        Layers.ALL: True,
+        Layers.MIXER: architecture.has_mixer(layer),
+        Layers.MLP: has_mlp,
+        Layers.DENSE: has_mlp and not has_experts,
+        Layers.EXPERTS: has_experts,
+        Layers.ATTENTION: architecture.has_attention(layer),
+        Layers.LINEAR: layer in architecture.linear_layers,
+        Layers.INDEXER: architecture.has_indexer(layer),
+    }
+    return {kind for kind, there in kinds.items() if there}
 
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:

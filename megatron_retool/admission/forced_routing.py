@@ -83,7 +83,8 @@ def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterato
 
         router.forward = forward
 
-    blocks = [getattr(layer, "mlp", None) or layer.block_sparse_moe for layer in model.model.layers]
+    names = ("mlp", "block_sparse_moe", "mixer")
+    blocks = [next(filter(None, (getattr(layer, name, None) for name in names))) for layer in model.model.layers]
     result = (getattr(block, "gate", getattr(block, "router", None)) for block in blocks)
     routers = [router for router in result if router is not None]
     for layer, router in enumerate(routers):

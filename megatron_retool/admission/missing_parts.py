@@ -81,7 +81,7 @@ _HARMLESS = frozenset(
         "router_aux_loss_coef",
     )
     + ("output_router_logits", "tie_word_embeddings", "dtype", "chunk_size_feed_forward", "mrope_section")
-    + ("mamba_chunk_size",)
+    + ("mamba_chunk_size", "num_logits_to_keep")
 )
 """Keys that modelling code reads and that no text's log-probs depend on: dropout and noise of training, the loss of
 routers' balance, sections of positions, which are the same for a text, and how much is computed at once."""

@@ -165,11 +165,22 @@ parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_h
 vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
 models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
 parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
-each group. Transformer Engine's layers and shared prefixes are refused by name, and exact numbers on a GPU. SGLang's
-operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one
-tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused
-for them; `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the
-place of A_log. Nemotron-H, each of whose layers has only one of Mamba-2, attention and MLP, has no family.
+each group. Transformer Engine's layers and shared prefixes are refused by name. SGLang's operators need a GPU; engines
+on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one tensor, as gpt-oss's do:
+`weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused for them;
+`weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the place of
+A_log.
+
+Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (`nemotron_h`) have one half in each layer: Mamba-2, attention without
+positions, an MLP or experts, as `hybrid_override_pattern` says. MLPs and experts have no gate and square their ReLU;
+the router is DeepSeek-V3's. A layer of the learner is a layer of config.json, whose other half Megatron-Core leaves
+out, so that pipeline stages get as many layers each, and not as much work. Mamba-2 has eight groups there, which tensor
+parallelism splits. What is refused for Granite 4's Mamba-2 is refused here; `learner.match_engine=exact` and, with
+`learner.tensor_model_parallel_size` above 1, `weight_sync.method=sharded` are too, and so are engines in FP8 where they
+would quantise Mamba-2's projections. Nemotron 3 Super and Ultra, whose experts work on a latent vector
+(`moe_latent_size`), have no family. SGLang reads `mamba_n_groups` and `mamba_d_conv`, and `layers_block_type` by other
+words than transformers 5 writes: where it would build another model, the run is refused with the key to set.
+transformers raises Mamba-2's steps to `time_step_min`; SGLang and the learner do not, as `time_step_limit` says.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

@@ -25,6 +25,7 @@ _SIZES: dict[str, int] = {
     "moe_intermediate_size": EXPERT_FFN,
     "shared_expert_intermediate_size": SHARED_FFN,
     "shared_intermediate_size": SHARED_FFN,
+    "moe_shared_expert_intermediate_size": SHARED_FFN,
     "num_attention_heads": HEADS,
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
@@ -41,6 +42,10 @@ _SIZES: dict[str, int] = {
     "mamba_n_heads": 2 * HEADS,
     "mamba_d_head": HIDDEN // HEADS,
     "mamba_d_state": 12,
+    "mamba_num_heads": 2 * HEADS,
+    "mamba_head_dim": HIDDEN // HEADS,
+    "n_groups": HEADS,
+    "ssm_state_size": 12,
     "index_n_heads": INDEX_HEADS,
     "index_head_dim": 12,
     "index_topk": WINDOW,
@@ -70,6 +75,8 @@ def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         small["num_experts_per_tok"] = min(hf_config["num_experts_per_tok"], CHOSEN)
     if (hf_config.get("n_group") or 1) > 1:  # a choice of groups that the choice of experts alone does not decide
         small |= {"n_group": 2, "topk_group": CHOSEN // 2, "n_routed_experts": 2 * EXPERTS}
+    if small.get("n_groups"):  # SGLang's name of it
+        small["mamba_n_groups"] = small["n_groups"]
     if hf_config.get("sliding_window") is not None:
         small["sliding_window"] = WINDOW
     if hf_config.get("swiglu_limit") is not None:
@@ -90,10 +97,12 @@ def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The keys that count or name layers."""
     before = int(hf_config.get("num_hidden_layers") or layers)
     small: dict[str, Any] = {"num_hidden_layers": layers}
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types"):
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "indexer_types"):
         kinds = hf_config.get(key)
         if isinstance(kinds, Sequence) and not isinstance(kinds, str) and kinds:
             small[key] = _every_kind(kinds, layers)
+    if hf_config.get("hybrid_override_pattern"):
+        small["hybrid_override_pattern"] = "".join(_every_kind(hf_config["hybrid_override_pattern"], layers))
     if isinstance(hf_config.get("sliding_window_pattern"), int):  # EXAONE's "LLLG" is a pattern of any number of layers
         small["sliding_window_pattern"] = min(hf_config["sliding_window_pattern"], layers // 2)
     full = hf_config.get("max_window_layers")

@@ -46,6 +46,7 @@ def missing_operators(architecture: Architecture) -> list[str]:
         "sparse attention": architecture.indexer is not None,
         "attention sinks": architecture.attention_sinks,
         f"the activation {architecture.activation}": architecture.activation not in ("silu", "gelu_tanh"),
+        "layers of one half": bool(architecture.layers_without_mixer),
         "biases of the MLP": architecture.linear_bias,
         "longrope": scaling is not None and scaling.kind == "longrope",
         "a factor of rotated features beside others": query_factor(architecture) != 1.0,

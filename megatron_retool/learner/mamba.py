@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv:2405.21060, section 7): what stands in attention's place in most layers of Granite 4.
+"""Mamba-2 (arXiv:2405.21060, section 7): what stands in attention's place in layers of Granite 4 and Nemotron-H.
 
 Megatron-Core's own module needs kernels of another package.
 """

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -21,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -51,6 +53,7 @@ ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
     "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu2": squared_relu,
 }
 
 
@@ -73,7 +76,7 @@ def build_transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.rms_norm_eps,
         "qk_layernorm": architecture.qk_norm,
-        "gated_linear_unit": True,
+        "gated_linear_unit": architecture.gated_mlp,
         "activation_func": ACTIVATIONS[architecture.activation],
         "layernorm_zero_centered_gamma": architecture.zero_centered_norm,
         "activation_func_clamp_value": architecture.activation_limit,
@@ -135,7 +138,8 @@ def build_transformer_config(
         }
     if architecture.router_groups is not None:
         options["moe_router_num_groups"], options["moe_router_group_topk"] = architecture.router_groups
-    if architecture.is_moe and (architecture.dense_layers or architecture.shared_choices):
+    some_without = len(architecture.expert_layers) < architecture.num_layers
+    if architecture.is_moe and (some_without or architecture.shared_choices):
         # A list also gives every layer's tensors keys of their own in checkpoints, see weight_map.checkpoint_place.
         options["moe_layer_freq"] = [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)]
     if architecture.linear_layers:
@@ -152,6 +156,21 @@ def build_transformer_config(
     return TransformerConfig(**options)
 
 
+class LayerKind(NamedTuple):
+    """What a layer has: experts rather than a dense MLP, attention rather than a state, and its halves at all."""
+
+    experts: bool
+    attention: bool = True
+    mixer: bool = True
+    mlp: bool = True
+
+
+def kind_of(architecture: Architecture, layer: int) -> LayerKind:
+    """Of the layer with this global number."""
+    a = architecture
+    return LayerKind(a.has_experts(layer), a.has_attention(layer), a.has_mixer(layer), a.has_mlp(layer))
+
+
 def block_spec(
     architecture: Architecture,
     config: TransformerConfig,
@@ -162,20 +181,19 @@ def block_spec(
     """The layers of this pipeline stage for this machine."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    kinds = [
-        (architecture.has_experts(layer), architecture.has_attention(layer)) for layer in range(first, first + count)
-    ]
+    kinds = [kind_of(architecture, layer) for layer in range(first, first + count)]
     engine = acceleration.transformer_engine is not None
     specs = {
-        (experts, attention): _engine_layer(config, experts, share_prefixes)
+        kind: _engine_layer(config, kind.experts, share_prefixes)
         if engine
-        else _local_layer(architecture, config, experts, attention)
-        for experts, attention in set(kinds)
+        else _local_layer(architecture, config, kind)
+        for kind in set(kinds)
     }
-    for spec in specs.values():
+    for kind, spec in specs.items():
         place_norms(spec.submodules, architecture, engine)
         place_positions(spec.submodules, architecture)
         place_residual(spec.submodules, architecture)
+        leave_out(spec.submodules, kind)
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if engine else RMSNorm
     )
@@ -185,8 +203,8 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
     """The layers for multi-token prediction, which are like the model's own and all alike: in a mixture of experts each
     has some."""
     engine = acceleration.transformer_engine is not None
-    experts = architecture.is_moe
-    layer = _engine_layer(config, experts, False) if engine else _local_layer(architecture, config, experts, True)
+    kind = LayerKind(architecture.is_moe)
+    layer = _engine_layer(config, kind.experts, False) if engine else _local_layer(architecture, config, kind)
     place_norms(layer.submodules, architecture, engine)
     place_positions(layer.submodules, architecture)
     place_residual(layer.submodules, architecture)
@@ -225,6 +243,16 @@ def place_residual(layer: Any, architecture: Architecture) -> None:
     layer.self_attn_bda = layer.mlp_bda = add_multiplied
 
 
+def leave_out(layer: Any, kind: LayerKind) -> None:
+    """Take from a layer's submodules, TransformerLayerSubmodules, the half that a layer of this kind lacks."""
+    if not kind.mixer:
+        layer.input_layernorm = layer.self_attention = IdentityOp
+        layer.self_attn_bda = IdentityFuncOp
+    if not kind.mlp:
+        layer.pre_mlp_layernorm = layer.mlp = IdentityOp
+        layer.mlp_bda = IdentityFuncOp
+
+
 def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if experts else None,
@@ -236,12 +264,10 @@ def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool
     return spec
 
 
-def _local_layer(
-    architecture: Architecture, config: TransformerConfig, experts: bool, has_attention: bool
-) -> ModuleSpec:
+def _local_layer(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts if experts else None,
+            num_experts=config.num_moe_experts if kind.experts else None,
             moe_grouped_gemm=False,
             qk_layernorm=config.qk_layernorm,
             normalization="RMSNorm",
@@ -258,14 +284,14 @@ def _local_layer(
         params["rotated"] = architecture.rotary_dim
         params |= {"indexer": architecture.indexer, "shared_choices": architecture.shared_choices}
         spec.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
-    if not has_attention:
+    if kind.mixer and not kind.attention:
         module = GatedDeltaNet if architecture.delta_net is not None else Mamba2
         spec.submodules.self_attention = ModuleSpec(module, params={"sizes": architecture.recurrent})
-    if architecture.latent is not None or not has_attention:
+    if architecture.latent is not None or not kind.attention:
         # There is no linear_qkv that the norm could be a part of.
         del spec.submodules.sharded_state_dict_keys_map["input_layernorm."]
-    if experts and architecture.linear_bias:
+    if kind.experts and architecture.linear_bias:
         place_biased_experts(spec.submodules)
-    if not experts:
+    if architecture.gated_mlp and not kind.experts:
         spec.submodules.mlp = SwiGLUMLP
     return spec

@@ -28,6 +28,8 @@ def layer_activations(
     fused: bool = True,
     dense: bool = False,
     linear: bool = False,
+    mixer: bool = True,
+    mlp: bool = True,
 ) -> dict[str, float]:
     """Bytes that one layer keeps for its backward pass, tensor by tensor, without recomputation.
 
@@ -51,6 +53,7 @@ def layer_activations(
         state        no such layers                           see ``_delta_net``, ``_mamba``, in place of attention
                                                                                          norm (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
+        no gate      3 t f w / TP                             the same                   product, its ReLU, the square
         experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
                                                                                          product, outputs
         router       8 t E / s                                the same                   fp32 logits, probabilities
@@ -61,15 +64,16 @@ def layer_activations(
         fused: Transformer Engine's layer spec; False: Megatron's local one.
         dense: of a mixture of experts, one of its dense layers.
         linear: one of ``Architecture.linear_layers``.
+        mixer: False: one of ``Architecture.layers_without_mixer``.
+        mlp: False: one of ``Architecture.layers_without_mlp``.
     """
     a, tp = architecture, layout.tensor
     split = tp if layout.sequence_parallel else 1
     query, key_value = a.query_size, a.key_value_size if a.latent is None else a.query_size
-    norms = 2 * (a.pre_norm + a.post_norm)
-    parts = {
-        "norms": tokens * a.hidden_size * (norms * (width if fused else 8) + 2 * width) / split,
-        "attention": 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp,
-    }
+    norms = a.pre_norm + a.post_norm
+    parts = {"norms": (mixer + mlp) * tokens * a.hidden_size * (norms * (width if fused else 8) + width) / split}
+    if mixer:
+        parts["attention"] = 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp
     if a.latent is not None:
         parts["latents"] = tokens * (a.query_rank + a.cached_size) * (2 * width if fused else 8 + width) / split
     if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
@@ -79,7 +83,9 @@ def layer_activations(
         parts["attention"] = tokens * state / tp
     elif a.qk_norm:
         parts["query_norm"] = tokens * (query + key_value) * (width if fused and not a.qk_norm_full_width else 8) / tp
-    widths = 3 if fused and a.activation == "silu" else 4
+    if not mlp:
+        return parts
+    widths = 3 if fused and a.activation == "silu" or not a.gated_mlp else 4
     if a.is_moe and not dense:
         assert a.num_experts is not None and a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
         # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
@@ -134,16 +140,15 @@ def _kept_by_layer(
     tokens: float,
     width: int,
     fused: bool,
-    dense: bool,
-    linear: bool,
+    *kind: bool,
 ) -> float:
-    """Bytes a layer keeps under selective recomputation of the named modules."""
-    parts = layer_activations(architecture, layout, tokens, width, fused, dense, linear)
+    """Bytes a layer keeps under selective recomputation of the named modules; ``kind`` as of ``layer_activations``."""
+    parts = layer_activations(architecture, layout, tokens, width, fused, *kind)
     split = layout.tensor if layout.sequence_parallel else 1
     if recompute.granularity == "selective":
         for module in recompute.modules:
             if module == "layernorm" and architecture.pre_norm:
-                parts["norms"] -= 2 * tokens * architecture.hidden_size * width / split
+                parts["norms"] -= sum(kind[2:]) * tokens * architecture.hidden_size * width / split
             elif module == "mlp":
                 parts.pop("mlp", None)
             elif module == "moe":
@@ -187,14 +192,19 @@ def activation_bytes(
     recompute = learner.recompute
     layers = architecture.num_layers // layout.pipeline
     chunks = (layout.layers(architecture, stage, chunk) for chunk in range(layout.virtual_pipeline or 1))
-    # How many of the stage's layers are dense ones of a mixture of experts, and how many have a gated delta net.
+    # How many of the stage's layers are of each kind: dense, linear, mixer, mlp.
     kinds = Counter(
-        (number in architecture.dense_layers, number in architecture.linear_layers)
+        (
+            number in architecture.dense_layers,
+            number in architecture.linear_layers,
+            architecture.has_mixer(number),
+            architecture.has_mlp(number),
+        )
         for chunk in chunks
         for number in chunk
     )
 
-    def mean(of_kind: Callable[[bool, bool], float]) -> float:
+    def mean(of_kind: Callable[..., float]) -> float:
         return sum(of_kind(*kind) * count for kind, count in kinds.items()) / layers
 
     whole = mean(lambda *kind: sum(layer_activations(architecture, layout, tokens, width, fused, *kind).values()))

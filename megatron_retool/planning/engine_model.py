@@ -260,7 +260,7 @@ class EngineModel:
         a, devices = self.architecture, self.tensor_parallel
         own = devices // self.attention_groups
         widths = [(2 * a.query_size + 2 * a.key_value_size) / own]
-        if len(a.expert_layers) < a.num_layers or not a.is_moe:
+        if a.dense_mlps:
             widths.append(3 * a.ffn_hidden_size / devices)
         if a.is_moe:
             assert a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
@@ -342,7 +342,7 @@ class EngineModel:
                 allreduce = latency + payload / self.accelerator.inter_node_bandwidth
             else:
                 allreduce = profile.allreduce_latency + payload / self.accelerator.intra_node_bandwidth
-            seconds += 2 * a.num_layers * allreduce
+            seconds += a.sublayers * allreduce
         return seconds
 
     def _read_bytes(self, batch: int) -> float:

@@ -148,7 +148,8 @@ def learner_time(
         return per_token_layers * count * bytes_per_token / bandwidth
 
     tp, cp, ep = layout.tensor, layout.context, layout.expert
-    tensor_exchange = seconds(a.hidden_size * width * (tp - 1) / tp, tp, 4.0) if tp > 1 else 0.0
+    exchanges = 2.0 * a.sublayers / a.num_layers
+    tensor_exchange = seconds(a.hidden_size * width * (tp - 1) / tp, tp, exchanges) if tp > 1 else 0.0
     context_exchange = expert_exchange = 0.0
     if cp > 1:
         sizes = np.full(len(lengths), cp, np.int64)

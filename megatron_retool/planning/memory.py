@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from conversion.model.adapter_map import factor_elements, target_of
 from conversion.model.architecture import Architecture
@@ -66,7 +67,7 @@ class _Shard:
         return self.frozen + sum(size * number for size, number in (*self.dense, *self.expert, *self.shared))
 
 
-_Part = str | tuple[bool, bool, bool]
+_Part = str | tuple[bool, ...]
 """embedding, norm, output, predictors, or ``_kind`` of a layer."""
 
 
@@ -82,13 +83,10 @@ def _shards(
     """Elements of one rank's part of the embedding, one layer of each kind, the final norm, the output layer, and the
     layers for multi-token prediction; with ``adapters`` those of the adapters' factors in their place."""
     kinds = list(dict.fromkeys(_kind(architecture, number) for number in range(architecture.num_layers)))
-    small = replace(
-        architecture,
-        num_layers=len(kinds),
-        dense_layers=tuple(number for number, (dense, _, _) in enumerate(kinds) if dense),
-        linear_layers=tuple(number for number, (_, linear, _) in enumerate(kinds) if linear),
-        shared_choices=tuple(number for number, (_, _, shared) in enumerate(kinds) if shared),
-    )
+    layers: dict[str, Any] = {
+        field: tuple(number for number, kind in enumerate(kinds) if kind[place]) for place, field in enumerate(_KINDS)
+    }
+    small = replace(architecture, num_layers=len(kinds), **layers)
     frozen: Counter[_Part] = Counter()
     parts: dict[_Part, list[tuple[int, bool, bool]]] = {
         "embedding": [],
@@ -179,10 +177,13 @@ def _layers(shards: Mapping[_Part, _Shard], architecture: Architecture, numbers:
     return sum((shards[kind].times(count) for kind, count in counts.items()), _Shard())
 
 
-def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool, bool]:
-    """Whether a layer is a dense one among experts, has a gated delta net, sees the keys that another one chose."""
-    a = architecture
-    return layer in a.dense_layers, layer in a.linear_layers, layer in a.shared_choices
+_KINDS = ("dense_layers", "linear_layers", "shared_choices", "layers_without_mixer", "layers_without_mlp")
+"""Fields of ``Architecture`` that say which layers differ in their parameters."""
+
+
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, ...]:
+    """Of which of ``_KINDS`` a layer is one."""
+    return tuple(layer in getattr(architecture, field) for field in _KINDS)
 
 
 def parameter_count(architecture: Architecture) -> int:
@@ -200,7 +201,7 @@ def routed_expert_parameters(architecture: Architecture) -> int:
     if not architecture.is_moe:
         return 0
     assert architecture.num_experts is not None and architecture.moe_ffn_hidden_size is not None
-    one = 3 * architecture.hidden_size * architecture.moe_ffn_hidden_size
+    one = (3 if architecture.gated_mlp else 2) * architecture.hidden_size * architecture.moe_ffn_hidden_size
     if architecture.linear_bias:
         one += 2 * architecture.moe_ffn_hidden_size + architecture.hidden_size
     return len(architecture.expert_layers) * architecture.num_experts * one

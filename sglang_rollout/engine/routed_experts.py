@@ -15,17 +15,17 @@ from megatron_retool.routed_experts import ExpertArray, expert_dtype, missing_ex
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a row of routed experts of a model looks like: [layers less the dense ones, k], each below ``experts``.
+    """What a row of routed experts of a model looks like: [layers with experts, k], each below ``experts``.
 
     Attributes:
         layers: of the model.
-        dense_layers: numbers of those that choose no experts. An engine's rows have them too, with nothing in them.
+        without_experts: numbers of the others. An engine's rows have them too, with nothing in them.
     """
 
     layers: int
     k: int
     experts: int
-    dense_layers: tuple[int, ...] = ()
+    without_experts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
@@ -40,14 +40,14 @@ class RoutingShape:
             architecture.num_layers,
             architecture.num_experts_per_tok,
             architecture.num_experts,
-            architecture.dense_layers,
+            tuple(layer for layer in range(architecture.num_layers) if not architecture.has_experts(layer)),
         )
 
     def decode(self, text: str, rows: int) -> ExpertArray:
         """Rows from base64, in the column's own type or in SGLang's, which is int32.
 
         Returns:
-            [rows, layers less the dense ones, k].
+            [rows, layers with experts, k].
 
         Raises:
             ValueError: it is no base64, has another size, or names experts that the model has not.
@@ -65,8 +65,8 @@ class RoutingShape:
                 f"are {count * dtype.itemsize} bytes in {dtype} or {count * 4} in int32"
             )
         result = np.frombuffer(data, wire).reshape(rows, self.layers, self.k)
-        if self.dense_layers:
-            result = np.delete(result, self.dense_layers, axis=1)
+        if self.without_experts:
+            result = np.delete(result, self.without_experts, axis=1)
         if result.size and not (result.min() >= 0 and result.max() < self.experts):
             raise ValueError(f"routed experts from {result.min()} to {result.max()} of a model that has {self.experts}")
         column: ExpertArray = result.astype(dtype, copy=False)

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import is_quantized
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, WeightSyncConfig
+from megatron_retool.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LearnerConfig,
+    ModelConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
 from sglang_rollout.engine.process import resolve_device
 from untrusted import load_json
 
@@ -59,6 +68,7 @@ ATTENTION_GROUPS = frozenset(
         "GlmMoeDsaForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "NemotronHForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
@@ -80,6 +90,9 @@ ASKED_FOR: Mapping[str, tuple[str, ...]] = {
 
 GPU_ALONE = frozenset({"MiniMaxM2ForCausalLM"})
 """Classes with a kernel that no CPU runs."""
+
+_NEMOTRON_H = {"mamba_n_groups": 8, "mamba_d_conv": 4}
+"""What its class takes where config.json has other names of the two."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -146,7 +159,7 @@ def check_served_model(config: Config) -> None:
         )
     _check_stacked_experts(config.weight_sync, config.rollout, architecture)
     if architecture.mamba is not None:
-        _check_mamba(config.weight_sync)
+        _check_mamba(config.weight_sync, config.rollout, config.learner, architecture)
     if reason := unserved(architecture, served):
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
 
@@ -207,6 +220,8 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
                 f"SGLang's MiniMaxM2ForCausalLM reads rotary_dim={read} of config.json, and no share in its place: it "
                 f"would have to be {rotated}"
             )
+    if "NemotronHForCausalLM" in served and (reason := _misread_by_nemotron_h(architecture)):
+        return reason
     every = architecture.hf_config.get("full_attention_interval") or 0
     linear = tuple(number for number in range(architecture.num_layers) if every and (number + 1) % every)
     if architecture.delta_net is not None and architecture.linear_layers != linear:
@@ -214,6 +229,21 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
             f"SGLang knows the layers with attention by full_attention_interval={every or None} of config.json, and "
             "not by layer_types, and the two differ"
         )
+    return ""
+
+
+def _misread_by_nemotron_h(architecture: Architecture) -> str:
+    hf_config, sizes = architecture.hf_config, architecture.mamba
+    kinds = hf_config.get("layers_block_type")
+    if kinds is not None and not {"mamba", "attention", "mlp", "moe"}.issuperset(kinds):
+        return (
+            "SGLang's NemotronHForCausalLM knows layers_block_type of config.json by the words mamba, attention, mlp "
+            "and moe only: write it so, or put hybrid_override_pattern in its place"
+        )
+    for name, value in (("mamba_n_groups", sizes and sizes.groups), ("mamba_d_conv", sizes and sizes.kernel)):
+        read = hf_config.get(name) or _NEMOTRON_H[name]
+        if value not in (None, read):
+            return f"SGLang's NemotronHForCausalLM reads {name}={read} of config.json, and it has to be {value}: set it"
     return ""
 
 
@@ -250,7 +280,21 @@ def _check_stacked_experts(weight_sync: WeightSyncConfig, rollout: RolloutConfig
             )
 
 
-def _check_mamba(weight_sync: WeightSyncConfig) -> None:
+def _check_mamba(
+    weight_sync: WeightSyncConfig, rollout: RolloutConfig, learner: LearnerConfig, architecture: Architecture
+) -> None:
+    ranks = learner.tensor_model_parallel_size
+    if weight_sync.method == "sharded" and ranks > 1:
+        raise ConfigError(
+            f"weight_sync.method=sharded with learner.tensor_model_parallel_size={ranks}: SGLang keeps -exp(A_log) in "
+            "the place of Mamba-2's A_log, which it cannot make of a rank's part: set weight_sync.method=distributed"
+        )
+    projections = (each for each in WeightMap(architecture) if each.mcore_name.endswith(".in_proj.weight"))
+    if rollout.engine.quantization == "fp8" and any(map(is_quantized, projections)):
+        raise ConfigError(
+            f"rollout.engine.quantization=fp8: Mamba-2's projections in this {architecture.family} model would be "
+            "quantised, and no test here has run that: set it to null"
+        )
     for key, wanted in (("verify", weight_sync.verify), ("delta", weight_sync.delta)):
         if wanted:
             raise ConfigError(

@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mimo-7b": MODELS["mimo-7b"],
     "granite-4.0-micro": MODELS["granite-4.0-micro"],
     "granite-4.0-h-tiny": MODELS["granite-4.0-h-tiny"],
+    "nemotron-h-8b": MODELS["nemotron-h-8b"],
     "longrope": PHI_3_5_MINI,
     "longrope on a part of each head": PHI_4_MINI,
     "longrope's long factors": LONG_TEXTS,

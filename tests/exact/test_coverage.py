@@ -36,6 +36,7 @@ def test_a_models_operators(model: str, absent: set[str]) -> None:
     [
         ("gpt-oss-20b", "attention sinks"),
         ("deepseek-v3.2", "sparse attention"),
+        ("nemotron-h-8b", "layers of one half"),
     ],
 )
 def test_what_is_missing_is_said(model: str, missing: str) -> None:

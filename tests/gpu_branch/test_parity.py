@@ -33,7 +33,7 @@ Cases = dict[str, tuple[str, ...]]
 DENSE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo3", "qwen2")
 EXPERTS = ("glm4_moe", "minimax_m2")
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
-RECURRENT = ("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RECURRENT = ("granitemoehybrid", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 REFUSED = {"gpt_oss"}
 """On any GPU."""
 ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {

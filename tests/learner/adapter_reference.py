@@ -25,7 +25,9 @@ from tests.learner.tiny_models import hf_model
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 SETTINGS = LoraConfig(rank=4, alpha=8.0, seed=3)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
-SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2, "granitemoehybrid": 4, "qwen3_next": 4, "qwen3_5_text": 4}
+SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2} | dict.fromkeys(
+    ("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text"), 4
+)
 """Families whose model is that of the admission with so many layers."""
 Tensors = dict[str, torch.Tensor]
 
@@ -117,14 +119,16 @@ def _with_weights(model: Any, factors: Tensors) -> Any:
         product = leaves[f"{stem}.lora_B.weight"] @ leaves[f"{stem}.lora_A.weight"]
         return SETTINGS.alpha / SETTINGS.rank * product
 
+    on_disk = any(stem.startswith("backbone.") for stem in leaves)  # Nemotron-H, whose modules are below "model."
     changed = {}
     for name, weight in model.named_parameters():
         stem = name.removesuffix(".weight")
+        stem = stem.replace("model.", "backbone.", 1) if on_disk else stem
         if f"{stem}.lora_A.weight" in leaves:
             changed[name] = weight.detach() + delta(stem)
-        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            prefix, _, kind = name.rpartition(".")
-            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        elif name.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")):
+            prefix, _, kind = stem.rpartition(".")
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
             experts = [torch.cat([delta(f"{prefix}.{e}.{part}") for part in parts]) for e in range(len(weight))]
             changed[name] = weight.detach() + torch.stack(experts)
 

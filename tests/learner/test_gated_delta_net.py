@@ -79,7 +79,7 @@ def our_layer(model: Architecture, layer: int, sequence_parallel: bool, ranks: i
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_retool.learner.specs import _local_layer
+    from megatron_retool.learner.specs import LayerKind, _local_layer
 
     config = TransformerConfig(
         num_layers=4, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
@@ -88,7 +88,8 @@ def our_layer(model: Architecture, layer: int, sequence_parallel: bool, ranks: i
         layernorm_epsilon=model.rms_norm_eps, tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel,
         normalization="RMSNorm",
     )  # fmt: skip
-    spec = _local_layer(model, config, False, model.has_attention(layer)).submodules.self_attention
+    kind = LayerKind(experts=False, attention=model.has_attention(layer))
+    spec = _local_layer(model, config, kind).submodules.self_attention
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     return build_module(

@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gated delta nets, not interleaved, tp2": ("qwen3_5_text", 2, {TP: 2}),
     "mamba, one rank": ("granitemoehybrid", 1, {}),
     "mamba, cp2": ("granitemoehybrid", 2, {CP: 2}),
+    "half layers, experts without gates, tp2 sp etp1": ("nemotron_h", 2, {TP: 2, SP: True, ETP: 1}),
 }
 FOUR = {
     "pp4 vpp2": ("qwen3 of 8 layers", 4, {PP: 4, VPP: 2}),

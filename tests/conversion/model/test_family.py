@@ -22,10 +22,12 @@ from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.attention_config import MambaSizes, normalise_latents
 from conversion.model.config_reader import UnsupportedArchitecture
+from conversion.model.families import nemotron_h
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.planning.memory import parameter_count
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.registry import ExtensionError
 from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
@@ -691,6 +693,49 @@ def test_granite() -> None:
 def test_what_granite_may_not_have(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=message):
         Architecture.from_hf_config({**MODELS["granite-4.0-h-micro"], **change})
+
+
+NEMOTRON, NEMOTRON_MOE = MODELS["nemotron-h-8b"], MODELS["nemotron-3-nano-30b-a3b"]
+
+
+def test_nemotron_h() -> None:
+    dense = Architecture.from_hf_config(NEMOTRON)
+    assert dense.mamba == MambaSizes(heads=128, head_dim=64, groups=8, state_dim=128, kernel=4)
+    assert (dense.activation, dense.gated_mlp, dense.is_moe, dense.rms_norm_eps) == ("relu2", False, False, 1e-5)
+    kinds = (dense.attention_layers, len(dense.linear_layers), dense.dense_mlps, dense.sublayers)
+    assert kinds == (4, 24, 24, 52) and len(dense.unrotated_layers) == 52
+    experts = Architecture.from_hf_config(NEMOTRON_MOE)
+    assert (experts.attention_layers, len(experts.linear_layers), len(experts.expert_layers)) == (6, 23, 23)
+    assert (experts.num_experts, experts.num_experts_per_tok, experts.shared_expert_ffn_hidden_size) == (128, 6, 3712)
+    assert (experts.router_scores, experts.router_bias, experts.routed_scaling_factor) == ("sigmoid", True, 2.5)
+    assert experts.dense_mlps == 0 and parameter_count(experts) == 31_577_937_344
+    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    for names in (words, nemotron_h.PATTERN):
+        listed = [names[letter] for letter in NEMOTRON_MOE["hybrid_override_pattern"]]
+        config = {**NEMOTRON_MOE, "hybrid_override_pattern": None, "layers_block_type": listed}
+        assert Architecture.from_hf_config(config) == experts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hybrid_override_pattern": "M" * 52, "layers_block_type": ["mlp"] * 52}, "says something else than layers_b"),
+        ({"hybrid_override_pattern": "MX" * 26}, "one of them has to say what each layer is"),
+        ({"hybrid_override_pattern": ""}, "one of them has to say what each layer is"),
+        ({"hybrid_override_pattern": "ME*-"}, "num_hidden_layers=52 with 4 kinds of layers"),
+        ({"layers_block_type": [["mamba"]] * 52}, "one of them has to say what each layer is"),
+        ({"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu" is not supported for nemotron_h: only "relu2" is'),
+        ({"moe_latent_size": 1024}, "moe_latent_size=1024: experts of a latent vector are missing"),
+        ({"n_groups": 7}, "mamba_num_heads=64 is no multiple of n_groups=7"),
+        ({"attention_head_dim": 64}, "attention_head_dim=64 is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ({"n_group": 4, "topk_group": 2}, "only for num_experts_per_tok = 2 topk_group"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\]: only steps from 0"),
+    ],
+)
+def test_what_nemotron_h_may_not_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=message):
+        Architecture.from_hf_config({**NEMOTRON_MOE, **change})
 
 
 @pytest.mark.parametrize("limit", [[0.0, math.inf], [0.0, {"__float__": "Infinity"}]])

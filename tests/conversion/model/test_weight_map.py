@@ -16,6 +16,7 @@ from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families
 from conversion.model.mapping import Mapping, WeightMapError, hf_parts, merge, shard, shard_shape, to_hf, to_mcore
 from conversion.model.weight_map import WeightMap, canonical_name, checkpoint_place
+from megatron_retool.planning.models import preset
 
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -36,9 +37,10 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     family = draw(st.sampled_from(sorted(built_in_families())))
     layers = draw(st.integers(1, 2))
     groups = draw(st.sampled_from([1, 2, 4]))
-    shared = family in ("granitemoehybrid", "qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:7])
+    shared = family in ("granitemoehybrid", "nemotron_h", "qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:7])
     moe = shared or family in ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
-    mamba = family == "granitemoehybrid"
+    mamba = family in ("granitemoehybrid", "nemotron_h")
+    halves = family == "nemotron_h" and layers == 2
     return Architecture(
         family=family,
         num_layers=layers,
@@ -62,6 +64,8 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
         mamba=MambaSizes(4 * tp, 3, tp * draw(st.sampled_from([1, 2])), 2, 4) if mamba else None,
         linear_layers=(0,) if mamba or family in DELTA_NETS else (),
+        layers_without_mlp=(0,) if halves else (),
+        layers_without_mixer=(1,) if halves else (),
         predictors=draw(st.integers(0, most_predictors(family))),
     )
 
@@ -229,6 +233,19 @@ def test_ranks_have_whole_groups_of_mamba() -> None:
     assert "decoder.layers.0.self_attention.linear_qkv.weight" not in present
     assert "decoder.layers.1.self_attention.D" not in present
     assert {f"decoder.layers.{layer}.pre_mlp_layernorm.weight" for layer in (0, 1)} <= present
+
+
+def test_a_half_layer_has_one_norm_and_what_it_norms() -> None:
+    architecture = preset("nemotron-3-nano-30b-a3b")
+    per_layer: dict[int, set[str]] = {}
+    for mapping in WeightMap(architecture):
+        if mapping.layer is not None and mapping.expert in (None, 0):
+            name = mapping.mcore_name.removeprefix(f"decoder.layers.{mapping.layer}.")
+            per_layer.setdefault(mapping.layer, set()).add(name.partition(".")[0])
+            assert all(hf.startswith(f"backbone.layers.{mapping.layer}.") for hf in mapping.hf_names)
+    mixer, mlp = {"input_layernorm", "self_attention"}, {"pre_mlp_layernorm", "mlp"}
+    pattern = architecture.hf_config["hybrid_override_pattern"]
+    assert [per_layer[layer] for layer in range(52)] == [mlp if kind == "E" else mixer for kind in pattern]
 
 
 def test_gate_and_up_are_split_each_by_itself() -> None:

@@ -82,7 +82,7 @@ def test_log_probs_are_the_models_whoever_shares_the_batch(engine, tokenizer):
         np.testing.assert_allclose(result.top_log_probs, expected.topk(3).values, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["granite-4.0-h-tiny", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("name", ["granite-4.0-h-tiny", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b"])
 def test_states_in_place_of_attention_are_each_requests_own(name, tokenizer, tmp_path):
     """Requests of other lengths are padded, leave the batch and join it."""
     config = {**shrunk(MODELS[name], 4), "vocab_size": len(tokenizer)}

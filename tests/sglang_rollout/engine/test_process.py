@@ -188,6 +188,7 @@ def test_groups_of_experts_and_of_attention_are_passed_on(model_directory, tmp_p
         ("qwen3-next-80b-a3b", "4"),
         ("granite-4.0-h-tiny", "4"),
         ("granite-4.0-h-micro", None),
+        ("nemotron-3-nano-30b-a3b", "4"),
         ("qwen3-8b", None),
     ],
 )

@@ -32,7 +32,7 @@ def test_rows_are_read_in_the_columns_type_and_in_sglangs(experts, dtype, wire):
 def test_dense_layers_have_no_rows():
     rows = np.random.default_rng(0).integers(0, 8, (5, 4, 3)).astype(np.int32)
     rows[:, [0, 2]] = 99  # whatever an engine leaves there
-    found = RoutingShape(4, 3, 8, dense_layers=(0, 2)).decode(encoded(rows), 5)
+    found = RoutingShape(4, 3, 8, without_experts=(0, 2)).decode(encoded(rows), 5)
     assert np.array_equal(found, rows[:, [1, 3]])
 
 

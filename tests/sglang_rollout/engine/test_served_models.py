@@ -65,6 +65,8 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention"]
+"""What transformers 5 calls the layers of the small Nemotron-H."""
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -214,6 +216,35 @@ def test_what_compares_the_tensors_of_mamba_is_refused(override: str, tmp_path: 
         check_served_model(configured(tmp_path, ON_A_GPU, override, **keys))
 
 
+def test_what_a_part_of_mamba_cannot_be_is_refused(tmp_path: Path) -> None:
+    keys = shrunk(MODELS["nemotron-h-8b"], 4) | {"architectures": ["NemotronHForCausalLM"]}
+    sharded = (ON_A_GPU, "weight_sync.method=sharded", "learner.world_size=2")
+    check_served_model(configured(tmp_path, *sharded, "learner.pipeline_model_parallel_size=2", **keys))
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2: SGLang keeps"):
+        check_served_model(configured(tmp_path, *sharded, "learner.tensor_model_parallel_size=2", **keys))
+    check_served_model(configured(tmp_path, ON_A_GPU, "rollout.engine.quantization=fp8", **keys))
+    with pytest.raises(ConfigError, match="quantization=fp8: Mamba-2's projections in this nemotron_h model"):
+        published = MODELS["nemotron-h-8b"] | {"architectures": ["NemotronHForCausalLM"]}
+        check_served_model(configured(tmp_path, ON_A_GPU, "rollout.engine.quantization=fp8", **published))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mamba_n_groups": None}, "reads mamba_n_groups=8 of config.json, and it has to be 4: set it"),
+        ({"conv_kernel": 3}, "reads mamba_d_conv=4 of config.json, and it has to be 3: set it"),
+        ({"layers_block_type": KINDS}, "knows layers_block_type of config.json by the words mamba, attention, mlp and"),
+    ],
+)
+def test_keys_that_sglang_reads_for_nemotron_h_are_asked_for(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    keys = shrunk(MODELS["nemotron-h-8b"], 4) | {"architectures": ["NemotronHForCausalLM"]}
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    with pytest.raises(ConfigError, match=words):
+        check_served_model(configured(tmp_path, ON_A_GPU, **keys | change))
+
+
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "granite-4.0-h-tiny"])
 @pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.round_to=int8"])
 def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str, tmp_path: Path) -> None:
@@ -227,8 +258,9 @@ def test_what_does_not_know_stacked_experts_is_refused(override: str, model: str
     [
         of_class("Qwen3NextForCausalLM") | EXPERTS | LINEAR,
         shrunk(MODELS["granite-4.0-h-tiny"], 4) | {"architectures": ["GraniteMoeHybridForCausalLM"]},
+        shrunk(MODELS["nemotron-3-nano-30b-a3b"], 4) | {"architectures": ["NemotronHForCausalLM"]},
     ],
-    ids=["gated delta nets", "Mamba-2"],
+    ids=["gated delta nets", "Mamba-2", "Mamba-2 in half layers"],
 )
 def test_states_in_place_of_attention_run_everywhere(keys: dict[str, Any], tmp_path: Path) -> None:
     for override in ("rollout.engine.device=cpu", ON_A_GPU, "rollout.engine.backend=transformers"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, delta_nets, layers, mamba
+from sglang_cpu_engine import WITHOUT_VARIABLE, batch_invariance, delta_nets, layers, mamba, ungated_experts
 from sglang_cpu_engine.compiled import takes
 from sglang_cpu_engine.decode_attention import attend
 
@@ -30,6 +30,7 @@ _RUNNING_FOR_ONE_WAITING, _MOST_PASSES_HELD = 8, 8
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
     leave_memory_unpinned()
+    ungated_experts.register_product()
     # Delta nets ask it where they are; a CUDA build of torch answers torch.cuda, which then looks for a GPU.
     torch.get_device_module = lambda *_: torch.cpu  # type: ignore[assignment]
     from sglang.srt.arg_groups import choices
@@ -77,6 +78,9 @@ def register_layers(without: Collection[str]) -> None:
             "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
             gate_shared_expert,
             HookType.REPLACE,
+        )
+        HookRegistry.register(
+            "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", ungated_experts.experts, HookType.AROUND
         )
     srt = "sglang.srt.layers."
     for operator, target, hook in (
