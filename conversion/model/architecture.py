@@ -201,6 +201,11 @@ class Architecture:
         return 2 * self.num_layers - len(self.layers_without_mixer) - len(self.layers_without_mlp)
 
     @property
+    def needs_local_layers(self) -> bool:
+        """Whether the learner trains it only in Megatron-Core's own layers, and not in Transformer Engine's."""
+        return bool(self.latent or self.attention_sinks or self.linear_layers or self.attention_gate)
+
+    @property
     def has_mixed_layers(self) -> bool:
         """Whether layers differ in their parameters."""
         kinds = (self.dense_layers, self.linear_layers, self.shared_choices)

@@ -53,9 +53,11 @@ def layer_activations(
         state        no such layers                           see ``_delta_net``, ``_mamba``, in place of attention
                                                                                          norm (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
-        no gate      3 t f w / TP                             the same                   product, its ReLU, the square
-        experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
-                                                                                         product, outputs
+        no gate      2 t f w / TP                             the same                   ReLU of the product, its square
+        experts      e t (2 h ETP + 3 f) w / s                e t (h ETP + 6 f) w / s    inputs, (outputs,) gate, up,
+                                                                                         (silu, their product,) what is
+                                                                                         multiplied by probabilities
+                                                              e t (h ETP + 3 f) w / s    without a gate
         router       8 t E / s                                the same                   fp32 logits, probabilities
 
     Args:
@@ -85,12 +87,14 @@ def layer_activations(
         parts["query_norm"] = tokens * (query + key_value) * (width if fused and not a.qk_norm_full_width else 8) / tp
     if not mlp:
         return parts
-    widths = 3 if fused and a.activation == "silu" or not a.gated_mlp else 4
+    widths = 2 if not a.gated_mlp else 3 if fused and a.activation == "silu" else 4
     if a.is_moe and not dense:
         assert a.num_experts is not None and a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
         # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
         routed = a.num_experts_per_tok * tokens / split
-        parts["experts"] = routed * (2 * a.hidden_size * layout.expert_tensor + widths * a.moe_ffn_hidden_size) * width
+        rows, columns = (2, 3) if fused else (1, 6 if a.gated_mlp else 3)
+        own = rows * a.hidden_size * layout.expert_tensor + columns * a.moe_ffn_hidden_size
+        parts["experts"] = routed * own * width
         # Two float32 scores, and the int64 places of the sort that permutes the tokens.
         parts["router"] = 16 * tokens * a.num_experts / split
         if a.shared_expert_ffn_hidden_size is not None:

@@ -434,7 +434,8 @@ def learner_memory(
     without its adapters and needs no memory.  Teachers that the learner computes take its
     place.  The critic, where one is, has parameters, gradients and optimizer states of its own.  Neither has layers for
     multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
-    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
+    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.  Models that train only in Megatron-
+    Core's own layers keep what those keep, on a GPU too.
     """
     needs = algorithm.needs
     adapters = adapters_of(learner)
@@ -482,7 +483,14 @@ def learner_memory(
                 ),
                 critic=states_of(architecture, stage).total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
-                activations=activation_bytes(with_predictors, layout, learner, stage, micro_batches, not on_cpu),
+                activations=activation_bytes(
+                    with_predictors,
+                    layout,
+                    learner,
+                    stage,
+                    micro_batches,
+                    not (on_cpu or architecture.needs_local_layers),
+                ),
                 logits=logit_bytes(architecture, layout, learner) if last else 0.0,
                 runtime=0.5 * 2**30 if on_cpu else RUNTIME_BYTES,
             )

@@ -44,7 +44,16 @@ SMALL = {
     "intermediate_size": 768,
     "vocab_size": 1000,
 }
+HALVES = SMALL | {"model_type": "nemotron_h", "head_dim": 32}
 SMALL_MODELS = {
+    "MLP alone": HALVES | {"hybrid_override_pattern": "--"},
+    "experts alone": HALVES
+    | {
+        "hybrid_override_pattern": "EE",
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 256,
+    },
     "qwen2": SMALL,
     "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 32},
     "olmo2": SMALL | {"model_type": "olmo2"},
@@ -53,7 +62,7 @@ SMALL_MODELS = {
     | {
         "model_type": "qwen3_moe",
         "head_dim": 32,
-        "moe_intermediate_size": 128,
+        "moe_intermediate_size": 192,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,

@@ -180,8 +180,21 @@ def test_activations_of_a_layer_are_what_autograd_keeps(facts: dict[str, Any], n
     """Measured with the local layer spec: within 0.6 % (the rest: router bookkeeping, rotary tables)."""
     architecture = Architecture.from_hf_config(SMALL_MODELS[name])
     layout = LearnerConfig().layout(architecture)
-    predicted = sum(activations.layer_activations(architecture, layout, 2048, 2, fused=False).values())
+    halves = {"mixer": architecture.has_mixer(0), "mlp": architecture.has_mlp(0)}
+    predicted = sum(activations.layer_activations(architecture, layout, 2048, 2, fused=False, **halves).values())
     assert predicted == pytest.approx(facts["layers"][name], rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("model", "local"), [("qwen3-30b-a3b", False), ("qwen3-next-80b-a3b", True), ("deepseek-v3", True)]
+)
+def test_activations_on_a_gpu_are_those_of_the_layers_that_train_there(model: str, local: bool) -> None:
+    architecture = preset(model)
+    settings = LearnerConfig(max_tokens_per_micro_batch=2048)
+    layout = settings.layout(architecture)
+    found = memory.learner_memory(settings, AlgorithmConfig(), ModelConfig(), architecture, layout).activations
+    kinds = [activations.activation_bytes(architecture, layout, settings, 0, 1, fused) for fused in (True, False)]
+    assert found == kinds[local] and kinds[0] < kinds[1]
 
 
 def test_activations_of_dense_layers_among_experts() -> None:

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv:2405.21060, section 7), which Granite 4 and Nemotron-H have in layers without attention, token by token.
+"""Mamba-2 (arXiv:2405.21060, section 7), of Granite 4 and Nemotron-H, token by token.
 
 A head keeps a matrix S [value size, state size] in place of a cache. A token lets it decay, adds its value by the
 group's vector b, and reads it by the group's vector c:
