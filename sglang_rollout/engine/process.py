@@ -357,8 +357,7 @@ class SGLangServer:
                         "--linear-attn-prefill-backend": "triton",
                         "--linear-attn-decode-backend": "triton",
                     }
-            experts = config.tensor_parallel_size if self._is_mixture_of_experts() else None
-            arguments |= {"--ep-size": config.expert_parallel_size or experts}
+            arguments |= {"--ep-size": self._expert_groups()}
             if config.attention_data_parallel_size > 1:
                 arguments |= {"--attn-dp-size": config.attention_data_parallel_size}
             # Asleep the engine forgets its weights. No sync brings the draft model's back.
@@ -514,12 +513,14 @@ class SGLangServer:
         architectures = self._model_config().get("architectures")
         return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
-    def _is_mixture_of_experts(self) -> bool:
-        """False for a model that no family covers, which an evaluation may serve."""
+    def _expert_groups(self) -> int | None:
+        """Groups of GPUs with experts of their own; None: SGLang's default, one."""
+        groups = self.config.expert_parallel_size
         try:
-            return Architecture.from_pretrained(self.model_path, self.families, dequantized=True).is_moe
-        except UnsupportedArchitecture:
-            return False
+            architecture = Architecture.from_pretrained(self.model_path, self.families, dequantized=True)
+        except UnsupportedArchitecture:  # of a model that no family covers, which an evaluation may serve
+            return groups
+        return (groups or self.config.tensor_parallel_size) if architecture.is_moe else None
 
     def _check_device(self) -> None:
         """
