@@ -122,6 +122,8 @@ class Architecture:
     """Layers of a mixture of experts, by global number, that have the dense SwiGLU instead; ascending."""
     num_experts_per_tok: int | None = None
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None
+    """Features of the latent vectors that experts work on, between two projections; None: they read hidden states."""
     shared_expert_ffn_hidden_size: int | None = None
     """Width of a SwiGLU beside the experts that every token goes through; None: there is none."""
     shared_expert_gate: bool = False
@@ -189,6 +191,11 @@ class Architecture:
     def attention_layers(self) -> int:
         """How many layers have softmax attention."""
         return self.num_layers - len(self.linear_layers) - len(self.layers_without_mixer)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Features that an expert reads and adds."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def dense_mlps(self) -> int:

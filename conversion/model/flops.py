@@ -101,11 +101,14 @@ def token_flops(architecture: Architecture) -> float:
 def mlp_flops(architecture: Architecture) -> float:
     """Forward FLOPs for one token of one layer's MLP: dense, or its chosen experts and shared one; the mean where
     layers differ."""
-    a, width = architecture, 0
+    a = architecture
+    own = a.dense_mlps * a.hidden_size * a.ffn_hidden_size
+    latent = 0
     if a.is_moe:
-        width = (a.num_experts_per_tok or 0) * (a.moe_ffn_hidden_size or 0) + (a.shared_expert_ffn_hidden_size or 0)
-    columns = (len(a.expert_layers) * width + a.dense_mlps * a.ffn_hidden_size) / a.num_layers
-    return 2.0 * (3 if a.gated_mlp else 2) * a.hidden_size * columns
+        routed = (a.num_experts_per_tok or 0) * a.expert_hidden_size * (a.moe_ffn_hidden_size or 0)
+        own += len(a.expert_layers) * (routed + a.hidden_size * (a.shared_expert_ffn_hidden_size or 0))
+        latent = len(a.expert_layers) * 2 * a.hidden_size * (a.moe_latent_size or 0)
+    return 2.0 * ((3 if a.gated_mlp else 2) * own + latent) / a.num_layers
 
 
 def pair_flops(architecture: Architecture) -> float:

@@ -91,6 +91,7 @@ SIZES = (
     "ffn",
     "gate_up",
     "experts",
+    "expert_hidden",
     "expert_ffn",
     "expert_gate_up",
     "shared_ffn",
@@ -149,11 +150,11 @@ def swiglu(mcore: str, hf: str, width: str, layers: Layers = Layers.ALL) -> Rule
     )
 
 
-def ungated_mlp(mcore: str, hf: str, width: str, layers: Layers) -> Rules:
+def ungated_mlp(mcore: str, hf: str, width: str, layers: Layers, hidden: str = "hidden") -> Rules:
     """An MLP of ``width`` columns without a gate: up_proj and down_proj; ``mcore`` and ``hf`` are prefixes."""
     return (
-        Rule(mcore + "linear_fc1.weight", (hf + "up_proj.weight",), ((width, "hidden"),), tp_dim=0, layers=layers),
-        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1, layers=layers),
+        Rule(mcore + "linear_fc1.weight", (hf + "up_proj.weight",), ((width, hidden),), tp_dim=0, layers=layers),
+        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), ((hidden, width),), tp_dim=1, layers=layers),
     )
 
 
@@ -361,6 +362,21 @@ EXPERTS: Rules = (
     ),
 )
 """A router and its SwiGLU experts, in place of ``SWIGLU``."""
+
+LATENT_PROJECTIONS: Rules = tuple(
+    Rule(
+        f"{MCORE_LAYER}mlp.{name}.weight",
+        (f"{HF_LAYER}mlp.{name}.weight",),
+        (shape,),
+        layers=Layers.EXPERTS,
+        only_with="moe_latent_size",
+    )
+    for name, shape in (
+        ("fc1_latent_proj", ("expert_hidden", "hidden")),
+        ("fc2_latent_proj", ("hidden", "expert_hidden")),
+    )
+)
+"""With ``Architecture.moe_latent_size``: what experts' latent vectors are made by, and hidden states of them."""
 
 ROUTER_BIAS: Rules = (
     Rule(

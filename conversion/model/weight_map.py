@@ -201,6 +201,7 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         architecture.ffn_hidden_size,
         2 * architecture.ffn_hidden_size,
         architecture.num_experts or 0,
+        architecture.expert_hidden_size,
         architecture.moe_ffn_hidden_size or 0,
         2 * (architecture.moe_ffn_hidden_size or 0),
         architecture.shared_expert_ffn_hidden_size or 0,

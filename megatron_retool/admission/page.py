@@ -171,16 +171,16 @@ on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in 
 `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the place of
 A_log.
 
-Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (`nemotron_h`) have one half in each layer: Mamba-2, attention without
-positions, an MLP or experts, as `hybrid_override_pattern` says. MLPs and experts have no gate and square their ReLU;
-the router is DeepSeek-V3's. A layer of the learner is a layer of config.json, whose other half Megatron-Core leaves
-out, so that pipeline stages get as many layers each, and not as much work. Mamba-2 has eight groups there, which tensor
-parallelism splits. What is refused for Granite 4's Mamba-2 is refused here; `learner.match_engine=exact` and, with
-`learner.tensor_model_parallel_size` above 1, `weight_sync.method=sharded` are too, and so are engines in FP8 where they
-would quantise Mamba-2's projections. Nemotron 3 Super and Ultra, whose experts work on a latent vector
-(`moe_latent_size`), have no family. SGLang reads `mamba_n_groups` and `mamba_d_conv`, and `layers_block_type` by other
-words than transformers 5 writes: where it would build another model, the run is refused with the key to set.
-transformers raises Mamba-2's steps to `time_step_min`; SGLang and the learner do not, as `time_step_limit` says.
+In Nemotron-H, Nemotron Nano 2 and Nemotron 3 (`nemotron_h`) a layer is only one half of a usual one: Mamba-2, attention
+without positions, an MLP or experts, as `hybrid_override_pattern` says. MLPs and experts have no gate and square their
+ReLU; the router is DeepSeek-V3's. Experts of Nemotron 3 Super and Ultra work on a latent vector (`moe_latent_size`);
+layers for multi-token prediction of these models are carried along. A layer of the learner is a layer of config.json,
+so that pipeline stages get as many layers each, and not as much work. Mamba-2 has eight groups, which tensor
+parallelism splits. What Granite 4's Mamba-2 does not go with is refused here too; so are `learner.match_engine=exact`,
+`weight_sync.method=sharded` with `learner.tensor_model_parallel_size` above 1, and engines in FP8 that would quantise
+Mamba-2's projections. SGLang reads `mamba_n_groups` and `mamba_d_conv`, and `layers_block_type` by other words than
+transformers 5 writes: where it would build another model, the run is refused with the key to set. transformers raises
+Mamba-2's steps to `time_step_min`; SGLang and the learner do not, as `time_step_limit` says.
 
 Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
 tower for images, which is not trained. Such a directory is refused with a command that saves only its language model

@@ -30,6 +30,7 @@ _SIZES: dict[str, int] = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
+    "moe_latent_size": 20,
     "q_lora_rank": 24,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 16,

@@ -42,6 +42,7 @@ from megatron_retool.learner.attention import PackedAttention, RMSNorm, SwiGLUML
 from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
+from megatron_retool.learner.latent_experts import place_latent_experts
 from megatron_retool.learner.mamba import Mamba2
 from megatron_retool.learner.multi_token_prediction import PackedPredictor
 from megatron_retool.learner.norms import place_norms
@@ -292,6 +293,8 @@ def _local_layer(architecture: Architecture, config: TransformerConfig, kind: La
         del spec.submodules.sharded_state_dict_keys_map["input_layernorm."]
     if kind.experts and architecture.linear_bias:
         place_biased_experts(spec.submodules)
+    if kind.experts and architecture.moe_latent_size is not None:
+        place_latent_experts(spec.submodules, architecture.moe_latent_size)
     if architecture.gated_mlp and not kind.experts:
         spec.submodules.mlp = SwiGLUMLP
     return spec

@@ -93,8 +93,10 @@ def layer_activations(
         # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
         routed = a.num_experts_per_tok * tokens / split
         rows, columns = (2, 3) if fused else (1, 6 if a.gated_mlp else 3)
-        own = rows * a.hidden_size * layout.expert_tensor + columns * a.moe_ffn_hidden_size
+        own = rows * a.expert_hidden_size * layout.expert_tensor + columns * a.moe_ffn_hidden_size
         parts["experts"] = routed * own * width
+        if a.moe_latent_size is not None:  # what is projected back
+            parts["latent experts"] = tokens * a.moe_latent_size * width / split
         # Two float32 scores, and the int64 places of the sort that permutes the tokens.
         parts["router"] = 16 * tokens * a.num_experts / split
         if a.shared_expert_ffn_hidden_size is not None:

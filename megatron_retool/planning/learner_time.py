@@ -167,7 +167,7 @@ def learner_time(
     if ep > 1:
         split = tp if layout.sequence_parallel else 1
         routed = (a.num_experts_per_tok or 0) * len(a.expert_layers) / a.num_layers / split
-        expert_exchange = seconds(routed * a.hidden_size * width * (ep - 1) / ep, ep * layout.expert_tensor, 2.0)
+        expert_exchange = seconds(routed * a.expert_hidden_size * width * (ep - 1) / ep, ep * layout.expert_tensor, 2.0)
 
     mini_batches = max(1, math.ceil(workload.responses / workload.mini_batch_size)) if training else 1
     per_rank = tokens * layout.context / mini_batches

@@ -201,7 +201,7 @@ def routed_expert_parameters(architecture: Architecture) -> int:
     if not architecture.is_moe:
         return 0
     assert architecture.num_experts is not None and architecture.moe_ffn_hidden_size is not None
-    one = (3 if architecture.gated_mlp else 2) * architecture.hidden_size * architecture.moe_ffn_hidden_size
+    one = (3 if architecture.gated_mlp else 2) * architecture.expert_hidden_size * architecture.moe_ffn_hidden_size
     if architecture.linear_bias:
         one += 2 * architecture.moe_ffn_hidden_size + architecture.hidden_size
     return len(architecture.expert_layers) * architecture.num_experts * one

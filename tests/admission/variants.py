@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granite-4.0-micro": MODELS["granite-4.0-micro"],
     "granite-4.0-h-tiny": MODELS["granite-4.0-h-tiny"],
     "nemotron-h-8b": MODELS["nemotron-h-8b"],
+    "nemotron-3-super-120b-a12b": MODELS["nemotron-3-super-120b-a12b"],
     "longrope": PHI_3_5_MINI,
     "longrope on a part of each head": PHI_4_MINI,
     "longrope's long factors": LONG_TEXTS,

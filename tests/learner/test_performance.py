@@ -22,6 +22,7 @@ from megatron_retool.learner.performance import (
     pipeline_options,
 )
 from megatron_retool.learner.precision import RECOMPUTE_MODULES, optimizer_options
+from megatron_retool.planning.models import MODELS, preset
 from tests.conversion.model.test_layout import DENSE, EXPERTS, LATENT, LINEAR, SINKS, SPARSE
 from tests.learner.test_precision import BARE_H200, CPU, H200
 
@@ -30,6 +31,18 @@ ENGINE = replace(H200, apex=False, fused_weight_gradient=False)
 FLEX = {"moe_token_dispatcher_type": "flex"}
 AWARE = {"use_precision_aware_optimizer": True}
 BEST = replace(EXPERTS, router_groups=(2, 1), router_group_score="best")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_needs_local_layers_is_what_transformer_engine_is_refused_for(name: str) -> None:
+    model = preset(name)
+    if not model.needs_local_layers:
+        check({}, model=model)
+        return
+    with pytest.raises(
+        ConfigError, match="where Transformer Engine is not installed|without CUDA and Transformer Engine"
+    ):
+        check({}, model=model)
 
 
 def check(

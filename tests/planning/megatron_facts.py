@@ -46,6 +46,14 @@ SMALL = {
 }
 HALVES = SMALL | {"model_type": "nemotron_h", "head_dim": 32}
 SMALL_MODELS = {
+    "latent experts alone": HALVES
+    | {
+        "hybrid_override_pattern": "EE",
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 192,
+        "moe_latent_size": 96,
+        "moe_shared_expert_intermediate_size": 256,
+    },
     "MLP alone": HALVES | {"hybrid_override_pattern": "--"},
     "experts alone": HALVES
     | {

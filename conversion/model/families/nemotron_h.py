@@ -20,6 +20,7 @@ from conversion.model.rules import (
     ATTENTION,
     EXPERTS,
     HF_LAYER,
+    LATENT_PROJECTIONS,
     MCORE_LAYER,
     PROJECTIONS,
     ROUTER_BIAS,
@@ -54,7 +55,9 @@ _RULES = (
         HF_LAYER + "mlp.experts.{expert}.",
         "expert_ffn",
         Layers.EXPERTS,
+        "expert_hidden",
     ),
+    *LATENT_PROJECTIONS,
     *ROUTER_BIAS,
     *ungated_mlp(MCORE_LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_experts.", "shared_ffn", Layers.EXPERTS),
 )
@@ -74,10 +77,6 @@ def read(config: ConfigReader) -> dict[str, Any]:
     config.refuse("use_bias", "mamba_proj_bias", "residual_in_fp32", "sliding_window")
     config.require(mlp_hidden_act="relu2", mamba_hidden_act="silu", use_conv_bias=True, mamba_conv_bias=True)
     config.require(attention_head_dim=config.integer("head_dim"), n_shared_experts=1)
-    if config.has("moe_latent_size"):
-        raise UnsupportedArchitecture(
-            f"moe_latent_size={shown(config.mapping['moe_latent_size'])}: experts of a latent vector are missing"
-        )
     sizes = {"num_hidden_layers": len(kinds), "rms_norm_eps": config.number("layer_norm_epsilon", 1e-5)}
     fields = {
         **unbiased_decoder(ConfigReader({**config.mapping, **sizes})),
@@ -148,6 +147,7 @@ def _experts(config: ConfigReader, dense: tuple[int, ...]) -> dict[str, Any]:
         "router_groups": choice_of_groups(config, gates["num_experts_per_tok"]),
         "num_experts": config.integer("n_routed_experts", 8),
         "moe_ffn_hidden_size": config.integer("moe_intermediate_size", 7688),
+        "moe_latent_size": config.integer("moe_latent_size") if config.has("moe_latent_size") else None,
         "shared_expert_ffn_hidden_size": config.integer("moe_shared_expert_intermediate_size", 7688),
         "routed_scaling_factor": config.number("routed_scaling_factor", 1.0),
         "dense_layers": dense,

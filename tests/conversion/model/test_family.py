@@ -27,7 +27,7 @@ from conversion.model.family import built_in_families, engine_class, find_family
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.planning.memory import parameter_count
+from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.registry import ExtensionError
 from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
@@ -709,6 +709,12 @@ def test_nemotron_h() -> None:
     assert (experts.num_experts, experts.num_experts_per_tok, experts.shared_expert_ffn_hidden_size) == (128, 6, 3712)
     assert (experts.router_scores, experts.router_bias, experts.routed_scaling_factor) == ("sigmoid", True, 2.5)
     assert experts.dense_mlps == 0 and parameter_count(experts) == 31_577_937_344
+    assert experts.moe_latent_size is None and experts.expert_hidden_size == 2688
+    latent = Architecture.from_hf_config(MODELS["nemotron-3-super-120b-a12b"])
+    assert latent.moe_latent_size == latent.expert_hidden_size == 1024
+    matrices = 40 * (512 * 2 * 1024 * 2688 + 2 * 4096 * (1024 + 5376))
+    assert matrices == routed_expert_parameters(latent) + 40 * 2 * 4096 * (1024 + 5376)
+    assert parameter_count(latent) > matrices
     words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     for names in (words, nemotron_h.PATTERN):
         listed = [names[letter] for letter in NEMOTRON_MOE["hybrid_override_pattern"]]
@@ -725,7 +731,6 @@ def test_nemotron_h() -> None:
         ({"hybrid_override_pattern": "ME*-"}, "num_hidden_layers=52 with 4 kinds of layers"),
         ({"layers_block_type": [["mamba"]] * 52}, "one of them has to say what each layer is"),
         ({"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu" is not supported for nemotron_h: only "relu2" is'),
-        ({"moe_latent_size": 1024}, "moe_latent_size=1024: experts of a latent vector are missing"),
         ({"n_groups": 7}, "mamba_num_heads=64 is no multiple of n_groups=7"),
         ({"attention_head_dim": 64}, "attention_head_dim=64 is not supported"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false"),

@@ -55,6 +55,7 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         dense_layers=draw(st.sampled_from([(), (0,)])) if layers == 2 and family in DENSE_AMONG_EXPERTS else (),
         num_experts_per_tok=1 if moe else None,
         moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
+        moe_latent_size=tp * draw(st.sampled_from([1, 2])) if family == "nemotron_h" and draw(st.booleans()) else None,
         shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if shared else None,
         latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family in LATENT else None,
         rotary_dim=1 if family in LATENT else None,
