@@ -3,7 +3,7 @@
 | format | of | a call |
 |---|---|---|
 | hermes | Qwen2.5, Qwen3 | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` |
-| qwen3_coder | Qwen3-Coder, Qwen3.5 | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` |
+| qwen3_coder | Qwen3-Coder, Qwen3.5, Nemotron 3 | ``<tool_call><function=…><parameter=…>…</parameter>…`` |
 | seed_oss | Seed-OSS | ``<seed:tool_call><function=…><parameter=…>…</parameter></function></seed:tool_call>`` |
 | minimax_m2 | MiniMax-M2 | ``<minimax:tool_call><invoke name="…"><parameter name="…">…`` |
 | deepseek_v3 | DeepSeek-V3, R1, V3.1 | ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`` |
