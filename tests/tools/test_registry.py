@@ -22,7 +22,7 @@ from tools.loading import named_tool
 from tools.registry import ToolRegistry
 from tools.tool import MOST_HANGING, STATUSES, ToolResult, TrajectoryInfo, shorten_middle
 
-CONFIG = CodeInterpreterConfig(workers=2, preimport=["math"], run_timeout_seconds=0.5, error_style="last_line")
+CONFIG = CodeInterpreterConfig(workers=2, preimport=["math"], run_timeout_seconds=20.0, error_style="last_line")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def call(
     ],
 )
 def test_code(url: str, code: str, status: str, text: str) -> None:
-    result = call(url, "code_interpreter", {"code": code})
+    config = dataclasses.replace(CONFIG, run_timeout_seconds=0.5) if status == "timeout" else CONFIG
+    result = call(url, "code_interpreter", {"code": code}, config)
     assert (result.status, result.text) == (status, text)
     assert 0 < result.seconds < 30
 
