@@ -66,7 +66,7 @@ class Architecture:
     qk_norm_full_width: bool = False
     """With ``qk_norm``: over all heads together instead."""
     activation: Literal["silu", "gelu_tanh", "quick_gelu", "relu2"] = "silu"
-    """Of the MLP's gate; of the MLP's first product where it has no gate. relu2: the square of ReLU."""
+    """The function of the MLP's gate; without a gate, of its first product. relu2: the square of ReLU."""
     gated_mlp: bool = True
     """MLPs, and experts, multiply their first product by an activated gate."""
     activation_limit: float | None = None

@@ -167,7 +167,7 @@ class LayerKind(NamedTuple):
 
 
 def kind_of(architecture: Architecture, layer: int) -> LayerKind:
-    """Of the layer with this global number."""
+    """What the layer with this global number has."""
     a = architecture
     return LayerKind(a.has_experts(layer), a.has_attention(layer), a.has_mixer(layer), a.has_mlp(layer))
 
