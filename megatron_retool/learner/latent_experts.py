@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_retool.learner.latent_attention import ReplicatedLinear
 
 
 class LatentMoELayer(MoELayer):
@@ -30,8 +31,8 @@ class LatentMoELayer(MoELayer):
     ) -> None:
         experts = functools.partial(_on_latents, submodules.experts, latent_size)
         super().__init__(config, replace(submodules, experts=experts), *args, **kwargs)
-        self.fc1_latent_proj = LatentProjection(config, config.hidden_size, latent_size)
-        self.fc2_latent_proj = LatentProjection(config, latent_size, config.hidden_size)
+        self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, latent_size)
+        self.fc2_latent_proj = ReplicatedLinear(config, latent_size, config.hidden_size)
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Latents of the tokens, and the probabilities of their experts, as they are dispatched."""
@@ -42,22 +43,6 @@ class LatentMoELayer(MoELayer):
         """What the layer adds to the residual stream, [t, 1, h]."""
         added: Tensor = self.fc2_latent_proj(self.token_dispatcher.combine_postprocess(output))
         return added if shared_expert_output is None else added + shared_expert_output
-
-
-class LatentProjection(torch.nn.Module):
-    """A matrix without a bias, [outputs, inputs]. With sequence parallelism each rank has gradients of its tokens."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-        if config.perform_initialization:
-            assert config.init_method is not None
-            config.init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
-        return torch.nn.functional.linear(x, self.weight)
 
 
 def _on_latents(build: Callable[..., Any], latent_size: int, count: int, config: Any, **kwargs: Any) -> Any:

@@ -94,9 +94,8 @@ def layer_activations(
         routed = a.num_experts_per_tok * tokens / split
         rows, columns = (2, 3) if fused else (1, 6 if a.gated_mlp else 3)
         own = rows * a.expert_hidden_size * layout.expert_tensor + columns * a.moe_ffn_hidden_size
-        parts["experts"] = routed * own * width
-        if a.moe_latent_size is not None:  # what is projected back
-            parts["latent experts"] = tokens * a.moe_latent_size * width / split
+        projected = tokens * (a.moe_latent_size or 0) / split  # from latents back
+        parts["experts"] = (routed * own + projected) * width
         # Two float32 scores, and the int64 places of the sort that permutes the tokens.
         parts["router"] = 16 * tokens * a.num_experts / split
         if a.shared_expert_ffn_hidden_size is not None:
@@ -146,15 +145,18 @@ def _kept_by_layer(
     tokens: float,
     width: int,
     fused: bool,
-    *kind: bool,
+    dense: bool,
+    linear: bool,
+    mixer: bool,
+    mlp: bool,
 ) -> float:
-    """Bytes a layer keeps under selective recomputation of the named modules; ``kind`` as of ``layer_activations``."""
-    parts = layer_activations(architecture, layout, tokens, width, fused, *kind)
+    """Bytes a layer keeps under selective recomputation of the named modules."""
+    parts = layer_activations(architecture, layout, tokens, width, fused, dense, linear, mixer, mlp)
     split = layout.tensor if layout.sequence_parallel else 1
     if recompute.granularity == "selective":
         for module in recompute.modules:
             if module == "layernorm" and architecture.pre_norm:
-                parts["norms"] -= sum(kind[2:]) * tokens * architecture.hidden_size * width / split
+                parts["norms"] -= (mixer + mlp) * tokens * architecture.hidden_size * width / split
             elif module == "mlp":
                 parts.pop("mlp", None)
             elif module == "moe":

@@ -289,8 +289,9 @@ def _check_mamba(
             f"weight_sync.method=sharded with learner.tensor_model_parallel_size={ranks}: SGLang keeps -exp(A_log) in "
             "the place of Mamba-2's A_log, which it cannot make of a rank's part: set weight_sync.method=distributed"
         )
-    projections = (each for each in WeightMap(architecture) if each.mcore_name.endswith(".in_proj.weight"))
-    if rollout.engine.quantization == "fp8" and any(map(is_quantized, projections)):
+    if rollout.engine.quantization == "fp8" and any(
+        is_quantized(each) for each in WeightMap(architecture) if each.mcore_name.endswith(".in_proj.weight")
+    ):
         raise ConfigError(
             f"rollout.engine.quantization=fp8: Mamba-2's projections in this {architecture.family} model would be "
             "quantised, and no test here has run that: set it to null"
