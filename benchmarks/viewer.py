@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_retool.config import Config, save_config
-from megatron_retool.loop.rollout_files import read_estimates, step_path, write_estimates
+from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import (
     FinishReason,
@@ -34,9 +34,10 @@ from megatron_retool.trajectory import (
     read_trajectories,
     write_trajectories,
 )
-from megatron_retool.viewer.curves import FIRST_SHOWN, curves_page
-from megatron_retool.viewer.step_pages import response_page, search_step, step_page
-from megatron_retool.viewer.tokenizers import Tokenizers
+from run_files.steps import read_estimates, step_path
+from run_viewer.curves import FIRST_SHOWN, curves_page
+from run_viewer.step_pages import response_page, search_step, step_page
+from run_viewer.tokenizers import Tokenizers
 
 STEP = 1
 CODE = json.dumps({"code": "print(sum(range(10)))"})

@@ -60,7 +60,7 @@ from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import WeightMap, checkpoint_place
 from megatron_retool.errors import UserError
 from megatron_retool.interruption import run_interruptible
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 
 @dataclass(frozen=True)

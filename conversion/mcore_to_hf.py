@@ -67,7 +67,7 @@ from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, checkpoint_place
 from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 
 def export(

@@ -16,7 +16,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 _PYTHON = (3, 12)
 _MEGATRON_CORE = (0, 19)
-_NEEDED = ("rich", "omegaconf", "torch", "megatron", "transformers")
+_NEEDED = ("rich", "omegaconf", "torch", "megatron", "transformers", "run_files")
 
 
 def shipped(name: str) -> Path:

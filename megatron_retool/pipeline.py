@@ -26,13 +26,14 @@ from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, DemoConfig, LoraConfig, ModelConfig, TrainerConfig, load_config
 from megatron_retool.errors import OperationError
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
+from megatron_retool.reports.run_page import write_report
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
-from megatron_retool.runs.demo_base import STATE_FILE, DemoBase, base_settings, difference, find_base, read_state
-from megatron_retool.runs.files import write_text
+from megatron_retool.runs.demo_base import DemoBase, base_settings, difference, find_base, read_state
 from megatron_retool.runs.leave import REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
-from megatron_retool.viewer.report import write_report
+from run_files import PIPELINE_FILE
+from run_files.atomic_files import write_text
 
 ROOT = Path(__file__).parents[1]
 Train = Callable[[Config, Console, LeaveRequest], int]
@@ -246,7 +247,7 @@ class Stages:
         code = work()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        write_text(self.run_dir / STATE_FILE, json.dumps(self.state, indent=1))
+        write_text(self.run_dir / PIPELINE_FILE, json.dumps(self.state, indent=1))
         return code
 
 

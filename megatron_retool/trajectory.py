@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet, write_row_groups
 from megatron_retool.routed_experts import (
     ExpertArray,
     RoutedExperts,
@@ -34,17 +33,12 @@ from megatron_retool.routed_experts import (
     stored_type,
     to_stored,
 )
-from megatron_retool.runs.files import atomic_write
+from run_files.atomic_files import atomic_write
+from run_files.parquet_files import damage_named, read_parquet, write_row_groups
+from run_files.steps import RowKey
 from untrusted import load_own_json, without_surrogates
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 IntArray = npt.NDArray[np.int32]
-RowKey = tuple[int, int, int]
-"""group_id, index and segment of a row."""
-KEY_COLUMNS = ("group_id", "index", "segment")
-"""What a RowKey is made of in the files of a step; older ones have no segment."""
 
 
 class FinishReason(StrEnum):
@@ -448,39 +442,6 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
             row["timing"] = None if timing is None else RolloutTiming(**load_own_json(timing))
             trajectories.append(Trajectory(**row))
     return trajectories
-
-
-def keys_of(table: pa.Table, path: str | Path) -> list[RowKey]:
-    """Of all rows of a step's table, in its order; without the column segment each row is segment 0.
-
-    Args:
-        path: of the file that it was read from.
-
-    Raises:
-        UnreadableFile: a column is missing, is not of whole numbers, or lacks one; two rows are of the same response.
-    """
-    import pyarrow as pa
-
-    columns = []
-    for name in KEY_COLUMNS:
-        if name not in table.column_names:
-            if name != "segment":
-                raise UnreadableFile(f"{path}: column {name!r} is missing: name a file of a step here")
-            columns.append([0] * len(table))
-            continue
-        column = table[name]
-        if not pa.types.is_integer(column.type):
-            raise UnreadableFile(f"{path}: column {name!r} holds {column.type} in place of whole numbers")
-        if column.null_count:
-            raise UnreadableFile(f"{path}, row {column.is_null().index(True).as_py()}: column {name!r} has no number")
-        columns.append(column.to_pylist())
-    keys = list(zip(*columns, strict=True))
-    if len(set(keys)) < len(keys):
-        rows = dict[RowKey, int]()
-        for row, key in enumerate(keys):
-            if rows.setdefault(key, row) != row:
-                raise UnreadableFile(f"{path}, row {row}: response {key[0]}/{key[1]} stands in row {rows[key]} too")
-    return keys
 
 
 def _arrow(name: str) -> Any:

@@ -16,6 +16,7 @@ from rich.console import Console
 from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, LoraConfig, load_config
 from megatron_retool.pipeline import Stages, run_pipeline, run_training
+from megatron_retool.reports.run_page import RunReport
 from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import (
     checkpoint_workspace,
@@ -25,7 +26,6 @@ from megatron_retool.runs.checkpoints import (
 )
 from megatron_retool.runs.demo_base import base_settings, naming_the_base, with_demo_base
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
-from megatron_retool.viewer.report import RunReport
 
 
 def stages(tmp_path, *overrides, leave=None):

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_retool import trajectory as trajectory_module
-from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.routed_experts import (
     ExpertArray,
     RoutedExperts,
@@ -27,6 +26,7 @@ from megatron_retool.routed_experts import (
     to_stored,
 )
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, read_trajectories, write_trajectories
+from run_files.parquet_files import UnreadableFile
 from tests.test_trajectory import make_trajectory
 
 

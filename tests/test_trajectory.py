@@ -1,17 +1,14 @@
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.trajectory import (
     FinishReason,
     RolloutTiming,
     ToolCall,
     Trajectory,
     TrajectoryBatch,
-    keys_of,
     read_trajectories,
     write_trajectories,
 )
@@ -95,16 +92,3 @@ def test_a_timing_begins_with_its_first_seconds_and_has_the_last_engine():
     assert (second.generation, second.tools, second.waiting) == (1.0, 0.5, 2.0)
     assert second.started == first.started and second.ended >= first.ended and second.engine == 1
     assert second.plus(engine=0).engine == 0
-
-
-def test_rows_of_a_step_are_named_by_group_response_and_segment():
-    columns = {"group_id": pa.array([7, 7, 9]), "index": pa.array([0, 1, 0], pa.int32())}
-    assert keys_of(pa.table(columns), "f") == [(7, 0, 0), (7, 1, 0), (9, 0, 0)]
-    assert keys_of(pa.table({**columns, "segment": pa.array([0, 2, 1])}), "f") == [(7, 0, 0), (7, 1, 2), (9, 0, 1)]
-    for wrong, said in (
-        ({"group_id": columns["group_id"]}, "f: column 'index' is missing"),
-        ({**columns, "index": pa.array(["a", "b", "c"])}, "f: column 'index' holds string"),
-        ({**columns, "group_id": pa.array([7, None, 9])}, "f, row 1: column 'group_id' has no number"),
-    ):
-        with pytest.raises(UnreadableFile, match=said):
-            keys_of(pa.table(wrong), "f")

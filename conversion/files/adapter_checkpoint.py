@@ -23,7 +23,7 @@ from conversion.files.quantized_checkpoint import open_source
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.mapping import Mapping, to_mcore
 from conversion.model.weight_map import CheckpointPlace, WeightMap, checkpoint_place
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 from untrusted import load_json
 
 RECORD_NAME = "adapters.json"

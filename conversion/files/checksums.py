@@ -25,7 +25,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_retool.errors import InputError
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 COMPLETE_NAME = "COMPLETE"
 """Marker file: written last, so a directory that has it has everything."""

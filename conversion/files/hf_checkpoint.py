@@ -36,7 +36,7 @@ from conversion.model.mapping import FULL_PRECISION_DTYPES, Mapping, WeightMapEr
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import IGNORED_HF_NAMES, WeightMap
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 _DTYPES = {
     "F64": torch.float64,

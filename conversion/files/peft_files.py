@@ -18,7 +18,7 @@ from torch import Tensor
 from conversion.files.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesError, read_peft_config
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.mapping import Mapping as WeightMapping
-from megatron_retool.runs.files import atomic_write, write_text
+from run_files.atomic_files import atomic_write, write_text
 from untrusted import quoted
 
 PREFIX = "base_model.model."

@@ -20,7 +20,7 @@ from conversion.files.checksums import FileRecord, read_marker, write_marker
 from conversion.files.directory import COMPANIONS
 from conversion.files.dist_checkpoint import COMMON_NAME, FORMAT_NAME, METADATA_NAME, SHARDING_METADATA
 from conversion.files.dist_metadata import read_metadata
-from megatron_retool.runs.files import atomic_write
+from run_files.atomic_files import atomic_write
 
 WEIGHTS_PART = "weights_"
 """In the names of the files that hold weights: __0_weights_0.distcp is rank 0's."""

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from experiments.mismatch.arms import Experiment
 from experiments.mismatch.runs import Run
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.atomic_files import atomic_write
 
 CURVES = (
     ("rollout/acc/mean", "accuracy of generated responses", False),

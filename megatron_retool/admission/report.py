@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_retool.admission.outcome import Admission, AdmissionVerdict, Check
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 _STYLES = {AdmissionVerdict.PASS: "green", AdmissionVerdict.FAIL: "bold red", AdmissionVerdict.NOT_APPLICABLE: "yellow"}
 _PACKAGES = ("megatron-core", "transformers", "torch")

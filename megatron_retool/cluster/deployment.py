@@ -37,12 +37,12 @@ from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.errors import OperationError
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager, check_data_sources, check_reward
 from megatron_retool.runs.environment import record_environment
 from megatron_retool.trajectory import Trajectory
+from run_files.phases import Phase
 from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
 from tools.code_interpreter_tool import client_of_named_servers

@@ -28,8 +28,8 @@ from rich.console import Console
 from megatron_retool.config import TrainerConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.leave import REQUEUE
+from run_files.phases import Phase
 
 DUMP_SECONDS = 30.0
 """Longest look at one process."""

@@ -21,12 +21,12 @@ from megatron_retool.cluster.routed_rows import with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.memory import peak_memory
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.ports import free_port
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.trajectory import TrajectoryBatch
+from run_files.phases import Phase
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.engine.key import use_engine_key
 from sglang_rollout.weight_sync.errors import WeightSyncError

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``diff``; the exit status."""
     from megatron_retool.reports.compare import compare_runs
-    from megatron_retool.viewer.compare_runs import print_comparison
+    from run_viewer.compare_runs import print_comparison
 
     compare_runs([options.first, *options.others], console)
     for other in options.others:

@@ -25,7 +25,7 @@ from rich.table import Table
 from megatron_retool.commands.settings import at_least
 from megatron_retool.errors import InputError, OperationError
 from megatron_retool.runs.engines import MOST_ADDED, EngineRequest, ask, read_engines, take_answer, withdraw
-from megatron_retool.runs.metrics_file import check_run_directory
+from run_files import check_run_directory
 
 LOOK_SECONDS = 0.2
 

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``report``; the exit status."""
+    from megatron_retool.reports.run_page import write_report
     from megatron_retool.reports.summary import summarise
-    from megatron_retool.viewer.report import write_report
 
     with interrupts():
         report = write_report(options.run_dir, summarise(Path(options.run_dir)).text())

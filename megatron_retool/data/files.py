@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from megatron_retool.data.folders import DataError as DataError
 from megatron_retool.data.folders import data_files as data_files
-from megatron_retool.parquet_files import UnreadableFile, check_expansion, damage_named, read_parquet
-from megatron_retool.runs.files import atomic_write
+from run_files.atomic_files import atomic_write
+from run_files.parquet_files import UnreadableFile, check_expansion, damage_named, read_parquet
 from untrusted import MOST_LEVELS, load_json
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_retool.parquet_files import UnreadableFile
+from run_files.parquet_files import UnreadableFile
 
 REASONING_GYM = "reasoning_gym:"
 """Begins a source of prompts that is no file."""

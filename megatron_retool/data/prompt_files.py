@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from megatron_retool.data.chat_template import drop_none
 from megatron_retool.data.files import DataError, check_text, data_files, decode_json, read_table, require_columns
 from megatron_retool.data.folders import REASONING_GYM as REASONING_GYM
-from megatron_retool.parquet_files import damage_named
+from run_files.parquet_files import damage_named
 from untrusted import load_json
 
 PROBLEM_COLUMNS = ("problem", "question")

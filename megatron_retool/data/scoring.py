@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from megatron_retool.data.files import DataError, data_files, read_table, require_columns
 from megatron_retool.data.scored_dataset import COLUMNS, MASK, MOST_TOKENS, checked_response
-from megatron_retool.runs.files import atomic_write
+from run_files.atomic_files import atomic_write
 from untrusted import load_own_json
 
 MANIFEST = "manifest.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_retool.doctor.outcome import StepOutcome, StepVerdict
 from megatron_retool.errors import InputError
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 FORMAT = 1
 

@@ -25,8 +25,8 @@ import torch
 from megatron_retool.doctor.catalogue import DoctorStep
 from megatron_retool.doctor.outcome import Skipped, StepFailed, StepOutcome, StepVerdict
 from megatron_retool.doctor.session import DoctorSession
-from megatron_retool.runs.files import write_text
 from megatron_retool.scratch import current_scratch
+from run_files.atomic_files import write_text
 from untrusted.process_tree import descendants
 
 LOG_LINES = 8

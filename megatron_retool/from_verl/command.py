@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.from_verl.convert import Translation, read_source, translate
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 
 def translate_file(source: Path, output: Path | None, console: Console) -> int:

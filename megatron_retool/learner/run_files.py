@@ -37,8 +37,8 @@ from megatron_retool.learner.adapters import Adapter, adapters, gather_factors, 
 from megatron_retool.learner.checkpoint.state import adapter_record, optimizer_step
 from megatron_retool.learner.weights import all_gather_gradient_shards, gradient_value
 from megatron_retool.runs.checkpoints import SaveError
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.target_sequences import RequestRefused
+from run_files.atomic_files import atomic_write
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 _STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -34,9 +34,9 @@ from megatron_retool.loop.experience import (
 )
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import Trajectory, read_trajectories
+from run_files.phases import Phase
 from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import Inbox
 

@@ -14,10 +14,10 @@ from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, TrainerConfig
 from megatron_retool.exact.coverage import check_operators
-from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
-from megatron_retool.parquet_files import damage_named
 from megatron_retool.runs.metrics_file import read_metrics
+from run_files.parquet_files import damage_named
+from run_files.steps import step_path
 from sglang_rollout.engine.served_models import check_longest_text, check_served_model
 
 

@@ -24,10 +24,10 @@ from megatron_retool.config.old_log_probs import number_of_updates
 from megatron_retool.errors import OperationError
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer, reward_metrics
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.registry import Need
 from megatron_retool.routed_experts import RoutedExperts
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
+from run_files.phases import Phase
 from sglang_rollout.agent.branching import shared_token_ids
 
 if TYPE_CHECKING:

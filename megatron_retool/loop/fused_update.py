@@ -30,8 +30,8 @@ from megatron_retool.loop.columns import (
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import kl_coefficient_of, measured, update_actor
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
+from run_files.phases import Phase
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment

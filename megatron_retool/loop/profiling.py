@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.profile_table import profile_page, short_table
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 from sglang_rollout.engine.base import EngineClientError, ProfilingClient
 
 if TYPE_CHECKING:

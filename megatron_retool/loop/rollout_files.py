@@ -6,46 +6,22 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_retool.parquet_files import check_lists, read_parquet, write_row_groups
 from megatron_retool.routed_experts import row_groups
-from megatron_retool.runs.files import atomic_write, write_text
-from megatron_retool.trajectory import (
-    KEY_COLUMNS,
-    TOKEN_GROUP_BYTES,
-    RowKey,
-    Trajectory,
-    TrajectoryBatch,
-    keys_of,
-    write_trajectories,
-)
+from megatron_retool.trajectory import TOKEN_GROUP_BYTES, Trajectory, TrajectoryBatch, write_trajectories
+from run_files.atomic_files import atomic_write, write_text
+from run_files.parquet_files import write_row_groups
+from run_files.steps import KEY_COLUMNS, step_path
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
     from megatron_retool.monitor.metrics import StepTimer
     from megatron_retool.monitor.write_errors import WriteErrors
-
-
-_ENDINGS = {"trajectories": "parquet", "learner": "learner.parquet", "times": "time.json"}
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
-
-
-def step_path(folder: Path, step: int, part: Literal["trajectories", "learner", "times"] = "trajectories") -> Path:
-    """Where a folder of rollouts or of validations has a step's trajectories, or what ``part`` names."""
-    return folder / f"step_{step:06d}.{_ENDINGS[part]}"
-
-
-def stored_steps(rollouts: Path) -> list[int]:
-    """Numbers of the steps whose trajectories lie in ``rollouts``, ascending."""
-    result = (_STEP_FILE.fullmatch(path.name) for path in rollouts.glob("step_*.parquet"))
-    return sorted(int(match[1]) for match in result if match)
 
 
 def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batch: TrajectoryBatch) -> None:
@@ -99,21 +75,3 @@ def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
 def _rows(table: Any, part: slice) -> dict[str, Any]:
     rows = table.slice(part.start, part.stop - part.start)
     return {name: rows[name] for name in rows.column_names}
-
-
-def read_estimates(path: str | Path) -> dict[RowKey, dict[str, npt.NDArray[np.float32]]]:
-    """What ``write_estimates`` wrote: the row's key (``Trajectory.key``) -> column -> float32 [R].
-
-    Files without the column segment are of rollouts of one row.
-
-    Raises:
-        UnreadableFile: the file is missing or damaged.
-    """
-    table = read_parquet(path)
-    names = [name for name in table.column_names if name not in KEY_COLUMNS]
-    check_lists(path, table, names)
-    columns = {name: table[name].combine_chunks() for name in names}
-    return {
-        key: {name: column[row].values.to_numpy(zero_copy_only=False) for name, column in columns.items()}
-        for row, key in enumerate(keys_of(table, path))
-    }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
 from megatron_retool.trajectory import FinishReason, Trajectory
+from untrusted import printable
 
 _INDENT = 4
 _MARGIN = 2
@@ -79,14 +78,6 @@ def sample_of(trajectory: Trajectory, question: str, response: str) -> LoggedSam
     )
 
 
-def question_of(messages: Sequence[Mapping[str, Any]], prompt: str) -> str:
-    """The last user message; the whole ``prompt`` as it was templated where that is no text."""
-    for message in reversed(messages):
-        if message.get("role") == "user" and isinstance(message.get("content"), str):
-            return str(message["content"])
-    return prompt
-
-
 def print_sample(console: Console, title: str, sample: LoggedSample) -> None:
     """A panel on a terminal, indented lines elsewhere; long lines are wrapped, and nothing is left out."""
     rows = [
@@ -111,10 +102,3 @@ def print_sample(console: Console, title: str, sample: LoggedSample) -> None:
     else:
         indented = "\n".join(f"{' ' * _MARGIN}{line.plain}".rstrip() for line in lines)
         console.print(Text(f"{title}\n{indented}\n"), soft_wrap=True)
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: control characters that a model may sample are shown as a replacement mark."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\t", "    ")
-    )

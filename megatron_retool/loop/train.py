@@ -46,11 +46,11 @@ from megatron_retool.monitor.metrics import (
     rollout_metrics,
 )
 from megatron_retool.monitor.own_metrics import own_metrics
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.rollouts import check_rollouts, prepare_rollouts
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
+from run_files.phases import Phase
 
 
 async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:

@@ -12,8 +12,8 @@ from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import AlgorithmConfig
 from megatron_retool.loop.columns import critic_mini_batch
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import TrajectoryBatch
+from run_files.phases import Phase
 
 
 async def update_actor(

@@ -13,10 +13,10 @@ import numpy as np
 from megatron_retool.config import ConfigError, DataConfig, RolloutConfig, TrainerConfig
 from megatron_retool.data.prompts import read_validation_prompts
 from megatron_retool.monitor.metrics import rollout_metrics
-from megatron_retool.monitor.phases import VALIDATION_PREFIXES
 from megatron_retool.rewards.difficulty import difficulties
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from run_files.phases import VALIDATION_PREFIXES
 
 BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
 """How the names of ``monitor.metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""

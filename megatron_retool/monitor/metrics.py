@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.monitor.code_metrics import code_metrics
-from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.rewards.base import extra_values
 from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, whole_rollouts
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
+from run_files.phases import TIMING_PREFIX, Phase
 
 _EXECUTED = ("ok", "error", "timeout")
 """Statuses of calls that reached a tool."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from megatron_retool.monitor.phases import Phase
+from run_files.phases import Phase
 
 _SHOWN_ON_CONSOLE = 5
 

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, load_config
-from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.memory_plan import plan_memory
@@ -22,7 +21,8 @@ from megatron_retool.planning.strategies import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
-from megatron_retool.runs.metrics_file import read_metrics_and_problems
+from run_files.metrics import read_metrics_and_problems
+from run_files.phases import TIMING_PREFIX, Phase
 from sglang_rollout.engine.served_models import check_served_model
 
 DEFAULT_STEPS = 100

@@ -12,7 +12,6 @@ from rich.table import Table
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import ClusterConfig, LearnerConfig, RolloutConfig
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count, weight_sync_bytes
 from megatron_retool.planning.memory_plan import MemoryPlan
@@ -20,6 +19,7 @@ from megatron_retool.planning.strategies import Scenario, StrategyOutcome
 from megatron_retool.planning.suggest import Candidate, overrides_of
 from megatron_retool.planning.timing import RunTime, StepTime
 from megatron_retool.planning.workload import Workload
+from run_files.phases import Phase
 
 _NAMES = {
     "parameters": "parameters",

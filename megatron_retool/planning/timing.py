@@ -29,7 +29,6 @@ from megatron_retool.config import (
     WeightSyncConfig,
 )
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.learner_time import Assumptions, LearnerTime, learner_time, training_seconds
@@ -43,6 +42,7 @@ from megatron_retool.planning.memory import (
 from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mean_result
 from megatron_retool.planning.workload import Workload
 from megatron_retool.registry import Need
+from run_files.phases import Phase
 
 PARTIAL_STEPS = (2, 8)
 """Steps over which partial rollout is averaged, after as many that are not counted: fewest and most."""

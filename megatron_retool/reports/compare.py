@@ -14,8 +14,7 @@ from rich.table import Table
 from megatron_retool.errors import InputError
 from megatron_retool.reports.summary import Summary, summarise
 from megatron_retool.runs.metrics_file import require_rows
-
-ABSENT = "–"
+from run_files.settings import ABSENT, differing_settings, flat_settings
 
 
 def compare_runs(run_dirs: Sequence[Path], console: Console) -> None:
@@ -31,13 +30,6 @@ def compare_runs(run_dirs: Sequence[Path], console: Console) -> None:
         require_rows(run_dir, "there is nothing to compare")
     console.print(_table("settings that differ", "setting", names, differing_settings(settings)))
     console.print(_table("figures", "figure", names, figures([summarise(run_dir) for run_dir in run_dirs])))
-
-
-def differing_settings(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Value of each run by dotted key, of the keys whose values are not all equal. A run's own name is left out."""
-    keys = dict.fromkeys(key for run in settings for key in run)
-    rows = {key: [run.get(key, ABSENT) for run in settings] for key in keys if key != "trainer.experiment_name"}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def figures(summaries: Sequence[Summary]) -> dict[str, list[str]]:
@@ -76,21 +68,6 @@ def stored_settings(run_dir: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise InputError(f"{path} is no mapping of settings: correct it, or name another run")
     return flat_settings(settings)
-
-
-def flat_settings(tree: Any) -> dict[str, Any]:
-    """Leaves of a configuration by dotted key; an empty section is a leaf."""
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            flat[prefix] = value
-
-    add("", tree)
-    return flat
 
 
 def _table(title: str, heading: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

@@ -22,11 +22,12 @@ import numpy.typing as npt
 
 from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
 from megatron_retool.errors import InputError
-from megatron_retool.loop.rollout_files import read_estimates, step_path
 from megatron_retool.reports.compare import stored_settings
-from megatron_retool.runs.files import write_text
-from megatron_retool.runs.metrics_file import check_run_directory, read_metrics_and_problems
 from megatron_retool.trajectory import read_trajectories
+from run_files import check_run_directory
+from run_files.atomic_files import write_text
+from run_files.metrics import read_metrics_and_problems
+from run_files.steps import read_estimates, step_path
 
 _MAX_POINTS = 20_000
 """Most points of a scatter plot; the figures are always those of all tokens."""

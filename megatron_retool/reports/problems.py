@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.loop.rollout_files import step_path
-from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
 from megatron_retool.rewards.difficulty import Difficulty, difficulties
-from megatron_retool.runs.files import write_text
 from megatron_retool.trajectory import accuracy_of
+from run_files.atomic_files import write_text
+from run_files.parquet_files import UnreadableFile, damage_named, read_parquet
+from run_files.steps import step_path
 
 TABLE = "validation_problems.csv"
 MAX_MAPS = 6

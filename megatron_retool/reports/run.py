@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.monitor.code_purpose import Purpose
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.reports.problems import TABLE, draw_problems
-from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import require_rows
+from run_files.atomic_files import write_text
+from run_files.phases import Phase
 
 _DRAWN_PHASES = (
     Phase.STEP,

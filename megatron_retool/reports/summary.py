@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.metrics_file import read_metrics
+from run_files.phases import Phase
 
 _MEAN = "val-core/all/acc/mean@"
 _BEHAVIOUR = {

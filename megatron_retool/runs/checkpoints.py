@@ -32,7 +32,6 @@ from conversion.files.checksums import (
 from conversion.files.directory import publish
 from megatron_retool.config import ConfigError, TrainerConfig
 from megatron_retool.errors import OperationError
-from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.runs.rollouts import set_rollouts_aside
 from megatron_retool.runs.weights_checkpoints import (
@@ -41,6 +40,7 @@ from megatron_retool.runs.weights_checkpoints import (
     weights_checkpoints,
     weights_workspace_path,
 )
+from run_files.atomic_files import write_text
 from untrusted import load_own_json
 
 PAUSED_GROUPS = "paused_groups.parquet"

@@ -22,8 +22,7 @@ from typing import Any
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError
-
-STATE_FILE = "pipeline.json"
+from run_files import PIPELINE_FILE
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def difference(made_with: dict[str, Any], settings: dict[str, Any]) -> str | Non
 
 def read_state(run_dir: Path) -> dict[str, Any]:
     """``pipeline.json`` of a run: settings, seconds by stage, steps of results; empty where there is none."""
-    path = run_dir / STATE_FILE
+    path = run_dir / PIPELINE_FILE
     if not path.exists():
         return {}
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +136,7 @@ def find_base(config: Config) -> DemoBase | None:
     settings = base_settings(config)
     result = [
         base
-        for path in run_dir.parent.glob(f"*/{STATE_FILE}")
+        for path in run_dir.parent.glob(f"*/{PIPELINE_FILE}")
         if (base := DemoBase(path.parent)).missing is None
         and "settings" in (state := read_state(path.parent))
         and difference(state["settings"], settings) is None
@@ -150,7 +149,7 @@ def missing_base(config: Config) -> str:
     settings = base_settings(config)
     reasons = [
         f"{path.parent} has {result}"
-        for path in sorted(config.trainer.run_dir.parent.glob(f"*/{STATE_FILE}"))
+        for path in sorted(config.trainer.run_dir.parent.glob(f"*/{PIPELINE_FILE}"))
         if DemoBase(path.parent).missing is None
         and (result := difference(read_state(path.parent).get("settings", {}), settings))
     ]

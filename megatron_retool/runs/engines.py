@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.errors import InputError
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 from untrusted import load_own_json, quoted
 
 FILE = "engines.json"

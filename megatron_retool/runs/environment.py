@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.machine import cores, installed, memory_bytes, nvidia_smi
-from megatron_retool.runs.files import write_text
+from run_files import ENVIRONMENT_FILE
+from run_files.atomic_files import write_text
+from run_files.process import process_start
 
-FILE_NAME = "environment.json"
 PACKAGES = ("megatron-retool", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "ray")
 
 
 def record_environment(run_dir: Path) -> None:
     """Write environment.json; one of an earlier start is replaced."""
-    write_text(run_dir / FILE_NAME, json.dumps(environment(), indent=1))
+    write_text(run_dir / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 
 
 def environment() -> dict[str, Any]:
@@ -42,22 +43,6 @@ def environment() -> dict[str, Any]:
         "process_start": process_start(os.getpid()),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def process_start(process: int) -> int | None:
-    """Ticks from the host's start to the process's: with its number it names one process only. None: it is gone."""
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def still_runs(recorded: dict[str, Any]) -> bool | None:
-    """Whether the process that wrote environment.json is at work; None: it was on another host."""
-    if recorded.get("host") != socket.gethostname():
-        return None
-    start = recorded.get("process_start")
-    return start is not None and process_start(int(recorded.get("process") or 0)) == start
 
 
 def _git(*words: str) -> str:

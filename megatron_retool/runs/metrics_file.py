@@ -6,14 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.runs.files import atomic_write
-from untrusted import load_own_json
-
-
-def check_run_directory(run_dir: Path) -> None:
-    """Raise FileNotFoundError where there is no such directory."""
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} is no directory: name that of a run, runs/<experiment_name>")
+from run_files import METRICS_FILE, check_run_directory
+from run_files.atomic_files import atomic_write
+from run_files.metrics import read_metrics_and_problems, row_of_line
 
 
 def require_rows(run_dir: Path, purpose: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -27,7 +22,7 @@ def require_rows(run_dir: Path, purpose: str) -> tuple[list[dict[str, Any]], lis
             be read; the message says which, and names the first damaged line.
     """
     check_run_directory(run_dir)
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_FILE
     if not path.is_file():
         state = "is a directory" if path.is_dir() else "is missing"
         raise FileNotFoundError(f"{path} {state}: {purpose} before the run has finished a step; or name another run")
@@ -44,36 +39,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return read_metrics_and_problems(path)[0]
 
 
-def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows, as ``read_metrics``, and a sentence for each line or value that is left out."""
-    rows, problems = [], []
-    path = Path(path)
-    if path.is_file():
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            row = _row(line)
-            if row is None:
-                problems.append(f"{path}, line {number} is no JSON object, or only half of one: it is left out")
-            elif type(row.get("step")) is not int:
-                problems.append(f"{path}, line {number} has no whole number as its step: it is left out")
-            else:
-                wrong = [name for name, value in row.items() if isinstance(value, str | list | dict)]
-                problems += [f"{path}, line {number}: {name} is no number: it is left out" for name in wrong]
-                rows.append({name: value for name, value in row.items() if name not in wrong})
-    return rows, problems
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None where it is none. Zeros, which a crash leaves of a file's end, are passed over."""
-    try:
-        row = load_own_json(line.strip(b"\0 \t\r\n").decode())
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def step_of_line(line: bytes) -> int | None:
     """The step of a line's row; None where the line is damaged."""
-    step = (_row(line) or {}).get("step")
+    step = (row_of_line(line) or {}).get("step")
     return step if type(step) is int else None
 
 

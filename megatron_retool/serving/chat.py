@@ -17,7 +17,6 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
 
-from megatron_retool.loop.samples import printable
 from megatron_retool.serving.front import serving_limits
 from megatron_retool.serving.service import Service
 from megatron_retool.serving.source import context_length
@@ -31,6 +30,7 @@ from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, TurnReq
 from sglang_rollout.gateway.session_tree import joined
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
 from tools.tool import ToolSession, TrajectoryInfo
+from untrusted import printable
 
 PIECE_TOKENS = 16
 """Of an answer that is shown while it is sampled."""

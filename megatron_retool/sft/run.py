@@ -36,10 +36,10 @@ from megatron_retool.runs.checkpoints import (
     set_aside_later,
     workspace_path,
 )
-from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.sft.preferences import preference_loss, preference_update
 from megatron_retool.sft.stage import Dataset, FineTuningStage, Window
+from run_files.atomic_files import write_text
 
 if TYPE_CHECKING:
     from megatron_retool.learner.learner import Learner

@@ -21,8 +21,8 @@ from typing import Any
 
 import orjson
 
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.tinker.requests import KINDS, CheckpointPath, LoraSettings
+from run_files.atomic_files import atomic_write
 from untrusted import load_own_json
 
 RECORD_NAME = "checkpoint.json"

@@ -29,7 +29,8 @@ import numpy.typing as npt
 
 from megatron_retool.config import BranchingConfig
 from megatron_retool.routed_experts import ExpertArray
-from megatron_retool.trajectory import RowKey, Trajectory
+from megatron_retool.trajectory import Trajectory
+from run_files.steps import RowKey
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 

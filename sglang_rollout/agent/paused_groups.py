@@ -18,7 +18,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
 from megatron_retool.routed_experts import (
     ROW_GROUP_BYTES,
     from_stored,
@@ -27,8 +26,9 @@ from megatron_retool.routed_experts import (
     stored_type,
     to_stored,
 )
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
+from run_files.atomic_files import atomic_write
+from run_files.parquet_files import damage_named, read_parquet, write_row_groups
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from untrusted import load_own_json

@@ -11,9 +11,9 @@ from typing import Any
 
 from conversion.files.dist_checkpoint import DistCheckpoint
 from conversion.model.weight_map import CheckpointPlace
-from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import read_estimates
 
 TRAINING_VALUES = ("actor/", "critic/", "rollout_corr/")
 ABSOLUTE, RELATIVE = 1e-5, 1e-4

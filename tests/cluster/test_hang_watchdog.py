@@ -22,8 +22,8 @@ from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+from run_files.phases import Phase
 
 CHILD = (
     "import time\ndef stuck_in_the_child():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_in_the_child()"

@@ -17,10 +17,10 @@ from megatron_retool.data.files import DataError, read_table, write_parquet
 from megatron_retool.data.prompt_files import read_prompts
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.data.sft_dataset import SFTDataset
-from megatron_retool.loop.rollout_files import read_estimates
-from megatron_retool.parquet_files import UnreadableFile, read_parquet
 from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, read_trajectories, write_trajectories
+from run_files.parquet_files import UnreadableFile, read_parquet
+from run_files.steps import read_estimates
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.written_calls import ParsedCall
@@ -253,6 +253,6 @@ def test_a_small_file_of_gigabytes_is_not_read(
     column = pa.nulls(len(rows), pa.int8()) if rows[0] is None else rows
     pq.write_table(pa.table({"prompt": column}), path)
     read_table(path)
-    monkeypatch.setattr("megatron_retool.parquet_files._FREE_BYTES", 2**20)
+    monkeypatch.setattr("run_files.parquet_files._FREE_BYTES", 2**20)
     with pytest.raises(DataError, match=r"bomb\.parquet: its rows would take more than .* of memory"):
         read_table(path)

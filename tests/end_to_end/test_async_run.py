@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.engines import read_engines
 from megatron_retool.runs.leave import REQUEUE
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import step_path
 from tests.campaign.demo import write_config
 from tests.end_to_end.conftest import ROOT, CommandLine, kill_driver, pids_of, wait_until_gone
 

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_retool.config import load_config
-from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import step_path
 from sglang_rollout.engine.key import engine_key
 from sglang_rollout.engine.process import SGLangServer
 from tests.campaign.demo import write_config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_retool.loop.rollout_files import read_estimates, step_path
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import read_estimates, step_path
 from tests.campaign.demo import write_config
 from tests.end_to_end.conftest import CommandLine
 

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import read_estimates
 from sglang_rollout.agent.paused_groups import read_paused_groups
 from tests.end_to_end.conftest import FinishedRun, kill_driver
 

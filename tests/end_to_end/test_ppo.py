@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from run_files.steps import read_estimates
 from tests.end_to_end.conftest import FinishedRun
 
 pytestmark = pytest.mark.timeout(1200)

@@ -127,8 +127,9 @@ def test_commands_run_from_any_directory(installed: Path, demo_run: FinishedRun,
         return done.stdout
 
     packages = "megatron_retool, sglang_rollout, conversion, tools, answer_equality, code_interpreter, untrusted"
+    packages += ", run_files, run_viewer"
     where = run("python", "-c", f"import {packages}; print(*(m.__file__ for m in ({packages})))").split()
-    assert len(where) == 7 and all(Path(path).is_relative_to(installed) for path in where)
+    assert len(where) == 9 and all(Path(path).is_relative_to(installed) for path in where)
     assert "pipeline" in run("megatron-retool", "--help")
     assert "GiB" in run("megatron-retool", "plan", "--model", "qwen3-0.6b", "--gpus", "H100x8")
     run("megatron-retool", "view", demo_run.run_dir, "--export", tmp_path / "page.html")

@@ -11,8 +11,8 @@ import pytest
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.asynchronous import AsyncExperience, age_metrics, step_source
 from megatron_retool.loop.experience import Collected
-from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.trajectory import Trajectory, write_trajectories
+from run_files.steps import step_path
 from tests.loop.test_partial_rollout import GROUPS, SIZE, Loop
 from tests.sglang_rollout.abortable_engine import AbortableEngine
 

@@ -15,9 +15,9 @@ from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.checks import check_profiler
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.profile_table import OperatorTime, RankProfile
 from megatron_retool.monitor.write_errors import WriteErrors
+from run_files.phases import Phase
 from sglang_rollout.engine.base import EngineFailed
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from megatron_retool.config import load_config
 from megatron_retool.loop.experience import Collected, replay_groups
 from megatron_retool.loop.resume import contents_after
-from megatron_retool.loop.rollout_files import read_estimates, store_step, write_estimates
+from megatron_retool.loop.rollout_files import store_step, write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.trajectory import TrajectoryBatch
+from run_files.steps import read_estimates
 from tests.loop.stand_ins import run_of
 from tests.loop.test_columns import make_batch, trajectory
 from tests.test_routed_experts import make_rows

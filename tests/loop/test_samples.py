@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megatron_retool.loop.samples import LoggedSample, print_sample, question_of, sample_of
+from megatron_retool.loop.samples import LoggedSample, print_sample, sample_of
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from run_files.steps import question_of
 
 RESPONSE = (
     '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(17*23+5)"}}\n</tool_call><|im_end|>\n'

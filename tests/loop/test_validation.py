@@ -20,8 +20,8 @@ from megatron_retool.data.prompts import PromptRow, evenly_drawn
 from megatron_retool.loop.validation import validate, validate_quickly
 from megatron_retool.loop.validation_metrics import check_named_metrics, validation_metrics
 from megatron_retool.loop.validation_schedule import Validation, validation_after
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import read_trajectories
+from run_files.phases import Phase
 from tests.loop.stand_ins import run_of
 from tests.loop.test_skipped_steps import trajectory
 

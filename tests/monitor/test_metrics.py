@@ -9,8 +9,8 @@ from megatron_retool.monitor.metrics import (
     reward_metrics,
     rollout_metrics,
 )
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
+from run_files.phases import Phase
 
 
 def trajectory(reward, statuses, response=4, reason=FinishReason.STOP):

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.metrics_file import read_metrics
+from run_files.atomic_files import atomic_write
 
 
 @contextlib.contextmanager

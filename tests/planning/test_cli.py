@@ -12,11 +12,11 @@ from rich.console import Console
 
 from megatron_retool.commands.command_line import parse
 from megatron_retool.config import ConfigError, load_config, save_config
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning import scenarios
 from megatron_retool.planning.cli import read_measurements
 from megatron_retool.planning.hardware import parse_machines
 from megatron_retool.planning.models import MODELS, preset, resolve_architecture
+from run_files.phases import Phase
 
 ROOT = Path(__file__).parents[2]
 DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"

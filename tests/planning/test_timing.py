@@ -25,7 +25,6 @@ from megatron_retool.config import (
     WeightSyncConfig,
     load_config,
 )
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.engine_model import GPU_PROFILE, EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, parse_machines
 from megatron_retool.planning.learner_time import Assumptions, learner_time
@@ -33,6 +32,7 @@ from megatron_retool.planning.models import demo_architecture, preset, resolve_a
 from megatron_retool.planning.simulate import RolloutSimulation, mean_result
 from megatron_retool.planning.timing import StepTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
+from run_files.phases import Phase
 from tests.planning import published_run as published
 
 RECIPE = "configs/retool_qwen2.5_32b_8xh200.yaml"

@@ -15,10 +15,11 @@ from conversion.hf_to_mcore import convert
 from megatron_retool.__main__ import main
 from megatron_retool.config import load_config, save_config
 from megatron_retool.learner import attention
-from megatron_retool.loop.rollout_files import read_estimates, write_estimates
+from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.reports.referee.report import judge_step, write_referee_report
 from megatron_retool.reports.referee.stored_step import find_step, sample_tokens
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories, write_trajectories
+from run_files.steps import read_estimates
 from tests.reports.judged_run import make_run
 
 LAYERS = 3

@@ -15,9 +15,9 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_retool.viewer.compare_runs import comparison
-from megatron_retool.viewer.export import export
-from megatron_retool.viewer.server import serve
+from run_viewer.compare_runs import comparison
+from run_viewer.export import export
+from run_viewer.server import serve
 from tests.viewer.synthetic_run import make_run
 
 CHROMIUM = shutil.which("chromium")

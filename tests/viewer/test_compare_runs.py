@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.__main__ import main
-from megatron_retool.viewer.compare_runs import comparison, first_difference, print_comparison
-from megatron_retool.viewer.curves import first_shown
+from run_viewer.compare_runs import comparison, first_difference, print_comparison
+from run_viewer.curves import first_shown
 from tests.viewer.two_runs import ROWS, make_run, read_step, write_rows, write_step
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from megatron_retool.__main__ import main
+from megatron_retool.reports import run_page
 from megatron_retool.reports.run import draw_plots
-from megatron_retool.viewer import report
-from megatron_retool.viewer.report import write_report
+from megatron_retool.reports.run_page import write_report
 from tests.viewer.two_runs import ROWS, make_run
 
 
@@ -35,7 +35,7 @@ def test_a_run_that_cannot_be_exported_has_its_plots(tmp_path, monkeypatch):
     run_dir = make_run(tmp_path / "run")
     (run_dir / "config.yaml").unlink()
     drawn = []
-    monkeypatch.setattr(report, "draw_plots", lambda directory: drawn.append(directory) or draw_plots(directory))
+    monkeypatch.setattr(run_page, "draw_plots", lambda directory: drawn.append(directory) or draw_plots(directory))
     made = write_report(run_dir, "summary")
     text = made.page.read_text()
     assert len(drawn) == 1, "drawing takes longer than everything else"

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from megatron_retool.loop.rollout_files import store_times
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
-from megatron_retool.runs import environment
-from megatron_retool.viewer.curves import curves_page
-from megatron_retool.viewer.runs_table import run_page, runs_page
-from megatron_retool.viewer.timeline import step_time_page, time_page
+from run_files.phases import Phase
+from run_files.process import process_start
+from run_viewer.curves import curves_page
+from run_viewer.runs_table import run_page, runs_page
+from run_viewer.timeline import step_time_page, time_page
 from tests.viewer.two_runs import ROWS, make_run, write_rows
 
 
@@ -46,7 +46,7 @@ def test_the_state_is_told_from_what_lies_on_disk(tmp_path, monkeypatch):
 
     assert state()[0] == "running"
     assert state(3600)[0] == "died" and "no checkpoint is complete" in state(3600)[1]
-    record = {"host": "here", "process": os.getpid(), "process_start": environment.process_start(os.getpid())}
+    record = {"host": "here", "process": os.getpid(), "process_start": process_start(os.getpid())}
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     (run_dir / "environment.json").write_text(json.dumps(record))
     assert state(3600) == ("running", "its process is at work on this host")

@@ -15,11 +15,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
-from megatron_retool.loop.rollout_files import step_path
-from megatron_retool.viewer.answer_cache import PageCache
-from megatron_retool.viewer.server import build_app
-from megatron_retool.viewer.step_pages import files_of_step
-from megatron_retool.viewer.timeline import step_time_page
+from run_files.steps import step_path
+from run_viewer.answer_cache import PageCache
+from run_viewer.server import build_app
+from run_viewer.step_pages import files_of_step
+from run_viewer.timeline import step_time_page
 from tests.viewer.synthetic_run import HOSTILE, make_run
 
 SECRET = "secret-of-another-folder"

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
-from megatron_retool.viewer.server import PAGE, build_app
+from run_viewer.server import PAGE, build_app
 from tests.viewer.conftest import HOSTILE
 
 STEP = "/api/runs/run/steps/7"
@@ -242,6 +242,6 @@ def test_damage_that_nobody_thought_of_is_an_answer_too(run_dir, monkeypatch):
     def fails(*_):
         raise StopIteration
 
-    monkeypatch.setattr("megatron_retool.viewer.step_pages._token_figures", fails)
+    monkeypatch.setattr("run_viewer.step_pages._token_figures", fails)
     (answer,) = ask(run_dir.parent, STEP)
     assert answer.status == 500 and STEP in answer.json["error"] and "StopIteration" in answer.json["error"]

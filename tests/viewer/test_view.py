@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_retool.__main__ import main
+from megatron_retool.algorithms.rejection_rules import FIRST_RULE, NOT_FINITE, OVERLONG, VETO, WEIGHT_MASK
+from run_viewer.columns import rejection_reasons
 
 
 def view(capsys, *arguments: str) -> str:
@@ -62,3 +64,14 @@ def test_a_damaged_file_is_named(run_dir, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     assert main(["view", "--text", str(run_dir)]) == 1
     assert "step_000007.parquet" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_reasons_of_a_rejection_have_the_numbers_that_the_correction_writes():
+    reasons = rejection_reasons(["the first rule"])
+    assert [reasons[number] for number in (NOT_FINITE, VETO, WEIGHT_MASK, OVERLONG, FIRST_RULE)] == [
+        "a log-prob is not finite",
+        "the veto",
+        "the mask of importance weights",
+        "overlong filtering",
+        "the first rule",
+    ]

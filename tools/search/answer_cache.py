@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_retool.data.files import DataError, check_values, json_lines_table, read_table
-from megatron_retool.parquet_files import UnreadableFile, check_expansion, damage_named
+from run_files.parquet_files import UnreadableFile, check_expansion, damage_named
 
 BATCH_ROWS = 4096
 _READ_BYTES = 1 << 20

@@ -58,7 +58,7 @@ from megatron_retool.learner.checkpoint.state import (
     sharding_metadata,
 )
 from megatron_retool.runs.checkpoints import SaveError
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 _groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 

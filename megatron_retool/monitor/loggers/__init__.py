@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_retool.config import ConfigError, TrainerConfig
 from megatron_retool.registry import Extension, ExtensionError, Registry
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 OWN = ("console", "jsonl")
 """Loggers that ``monitor.logger`` itself is."""

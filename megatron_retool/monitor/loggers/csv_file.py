@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megatron_retool.monitor.loggers import LoggedRun, Logger
 from megatron_retool.runs.append_file import AppendFile
-from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.metrics_file import drop_lines
+from run_files.atomic_files import atomic_write
 
 
 class CsvLogger(Logger):

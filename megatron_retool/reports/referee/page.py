@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.reports.referee.attribution import Judged
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 _MAX_POINTS = 5000
 _ENGINE, _LEARNER, _FORMAT = "tab:orange", "tab:blue", "0.55"

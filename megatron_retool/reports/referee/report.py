@@ -22,7 +22,7 @@ from conversion.model.weight_map import WeightMap
 from megatron_retool.reports.referee.attribution import Judged
 from megatron_retool.reports.referee.page import write_page
 from megatron_retool.reports.referee.stored_step import SampledResponse, find_step, sample_tokens
-from megatron_retool.runs.files import write_text
+from run_files.atomic_files import write_text
 
 SMALL_MODEL = 50_000_000
 """Parameters up to which the referee computes in float64 unless an option says otherwise."""

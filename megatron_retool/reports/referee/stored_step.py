@@ -22,11 +22,11 @@ from conversion.model.stacked import Stacker
 from conversion.model.weight_map import WeightMap, checkpoint_place
 from megatron_retool.config import Config, ModelConfig, load_config
 from megatron_retool.errors import InputError
-from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.runs.checkpoints import complete_checkpoints
-from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, read_trajectories
+from run_files import check_run_directory
+from run_files.steps import read_estimates, step_path, stored_steps
 
 if TYPE_CHECKING:
     from torch import Tensor

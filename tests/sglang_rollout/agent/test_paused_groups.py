@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_retool.config import BranchingConfig, SamplingConfig, load_config
-from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.routed_experts import stored_type
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
+from run_files.parquet_files import UnreadableFile
 from sglang_rollout import rollout_manager
 from sglang_rollout.agent.branching import EntropyBranching
 from sglang_rollout.agent.loop import TrajectoryState

@@ -30,6 +30,13 @@ def without_surrogates(text: str) -> str:
     return text
 
 
+def printable(text: str) -> str:
+    """``text`` for a terminal: control characters that a model may sample are shown as a replacement mark."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\t", "    ")
+    )
+
+
 def clipped(text: str, most: int = MOST_TOLD) -> str:
     """``text``, without its middle where it is longer than ``most``: a message's end often says what to do."""
     if len(text) <= most:

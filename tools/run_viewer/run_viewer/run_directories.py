@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_retool.errors import InputError
+from run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, PIPELINE_FILE
+from untrusted.errors import InputError
 
 _DEPTH = 2
 ALONE = "~"
 """In an address, the run that ``root`` itself is: browsers take its name "." out of a path."""
-CONFIG_FILE = "config.yaml"
-_READ = (CONFIG_FILE, "metrics.jsonl", "environment.json", "pipeline.json")
+_READ = (CONFIG_FILE, METRICS_FILE, ENVIRONMENT_FILE, PIPELINE_FILE)
 
 
 class NoSuchRun(InputError):

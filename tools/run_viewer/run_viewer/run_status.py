@@ -10,12 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from megatron_retool.monitor.phases import Phase
-from megatron_retool.runs.checkpoints import complete_checkpoints
-from megatron_retool.runs.demo_base import STATE_FILE
-from megatron_retool.runs.environment import FILE_NAME, still_runs
-from megatron_retool.viewer.curves import METRICS_FILE, Curves, is_number
-from megatron_retool.viewer.json_numbers import values_for_json
+from run_files import ENVIRONMENT_FILE, METRICS_FILE, PIPELINE_FILE
+from run_files.phases import Phase
+from run_files.process import still_runs
+from run_viewer.curves import Curves, is_number
+from run_viewer.json_numbers import values_for_json
 
 State = Literal["running", "finished", "died", "not started"]
 _QUIET_SECONDS = 300.0
@@ -54,10 +53,10 @@ def run_status(
 
     if step is not None and total is not None and step >= total:
         return status("finished", f"step {step} of {total} is the last one")
-    exported = read_json(run_dir / STATE_FILE, problems).get("steps")
+    exported = read_json(run_dir / PIPELINE_FILE, problems).get("steps")
     if step is not None and isinstance(exported, dict) and exported.get("export") == step:
         return status("finished", f"its end was reached: the model of step {step} was exported")
-    alive = still_runs(read_json(run_dir / FILE_NAME, problems))
+    alive = still_runs(read_json(run_dir / ENVIRONMENT_FILE, problems))
     if alive:
         return status("running", "its process is at work on this host")
     written = _last_written(run_dir)
@@ -68,8 +67,8 @@ def run_status(
     allowed = max(_QUIET_SECONDS, _QUIET_STEPS * median(seconds) if seconds else 0.0)
     if alive is None and silence <= allowed:
         return status("running", f"something was written {silence:.0f} s ago")
-    checkpoints = complete_checkpoints(run_dir)
-    resume = f"checkpoint of step {checkpoints[-1].step} is complete" if checkpoints else "no checkpoint is complete"
+    complete = max(map(_step_of_checkpoint, (run_dir / "checkpoints").glob("global_step_*/COMPLETE")), default=0)
+    resume = f"checkpoint of step {complete} is complete" if complete else "no checkpoint is complete"
     sign = f"nothing was written for {silence:.0f} s" if alive is None else "its process is gone from this host"
     return status("died", f"{sign}, and the last step was not reached; {resume}")
 
@@ -87,6 +86,11 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path} is no JSON object")
         return {}
     return {key: values_for_json(value) for key, value in result.items()}
+
+
+def _step_of_checkpoint(marker: Path) -> int:
+    digits = marker.parent.name.removeprefix("global_step_")
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _last_written(run_dir: Path) -> float | None:

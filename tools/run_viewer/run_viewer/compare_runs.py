@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from megatron_retool.loop.rollout_files import step_path, stored_steps
-from megatron_retool.parquet_files import UnreadableFile, check_lists, read_parquet
-from megatron_retool.trajectory import KEY_COLUMNS, RowKey, keys_of
-from megatron_retool.viewer.curves import Curves, first_shown, number_or_none, read_curves
-from megatron_retool.viewer.row_names import response_name
-from megatron_retool.viewer.runs_table import differing, settings_of
+from run_files.parquet_files import UnreadableFile, check_lists, read_parquet
+from run_files.steps import KEY_COLUMNS, RowKey, keys_of, step_path, stored_steps
+from run_viewer.curves import Curves, first_shown, number_or_none, read_curves
+from run_viewer.row_names import response_name
+from run_viewer.runs_table import differing, settings_of
 
 _PROMPT = "prompt_ids"
 _TOKENS = ("response_ids", "loss_mask", "turn_ids", "weight_versions", "rollout_log_probs")

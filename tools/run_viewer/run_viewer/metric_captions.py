@@ -7,10 +7,9 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_retool.installation import shipped
-
-GLOSSARY = shipped("docs/metrics.md")
+GLOSSARY = Path(__file__).with_name("metrics.md")
 _BORDER = re.compile(r"(?<!\\)\|")
 
 

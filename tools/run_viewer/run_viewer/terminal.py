@@ -10,11 +10,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_retool.loop.samples import printable, sample_of
-from megatron_retool.rollout_rows import rollouts_of, whole_rollouts
-from megatron_retool.trajectory import Trajectory
-from megatron_retool.viewer.columns import KINDS, Colour, ColumnKind, FloatArray, colour, largest_shown
-from megatron_retool.viewer.stored_step import ViewedStep
+from run_viewer.columns import KINDS, Colour, ColumnKind, FloatArray, colour, largest_shown
+from run_viewer.stored_step import StoredResponse, ViewedStep, question_in
+from untrusted import printable
 
 _PAPER: Colour = (24, 24, 28)
 """What weak colours fade into."""
@@ -22,28 +20,29 @@ _PAPER: Colour = (24, 24, 28)
 
 def print_groups(console: Console, step: ViewedStep) -> None:
     """A line for each group of a step: its rewards, whether it was trained on, lengths, tools and question."""
-    table = Table(title=f"step {step.number}: {len(rollouts_of(step.trajectories))} responses", title_justify="left")
+    groups: dict[int, dict[int, list[StoredResponse]]] = {}
+    for response in step.responses:
+        group_id, index, _segment = response.key
+        groups.setdefault(group_id, {}).setdefault(index, []).append(response)
+    count = sum(map(len, groups.values()))
+    table = Table(title=f"step {step.number}: {count} responses", title_justify="left")
     for name, justify in (("group", "right"), ("rewards", "left"), ("trained", "left"), ("tokens", "right"),
                           ("calls", "right"), ("question", "left")):  # fmt: skip
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "question")
-    groups: dict[int, list[Trajectory]] = {}
-    prompts: dict[int, str] = {}
-    for trajectory, prompt in zip(step.trajectories, step.prompts, strict=True):
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-        prompts[trajectory.group_id] = prompt
-    for group_id, rows in groups.items():
-        group = whole_rollouts(rows)
-        rewards = Text()
-        for trajectory in sorted(group, key=lambda each: each.index):
-            rewards.append("█" if trajectory.reward > 0 else "░", _reward_style(trajectory.reward))
-        question = printable(_question(group[0], prompts[group_id])).replace("\n", " ")
+    for group_id, rollouts in groups.items():
+        # The rows of a rollout share reward and what its prompt's row carried.
+        first = next(iter(rollouts.values()))[0]
+        question, rewards = question_in(first.extra_info, first.prompt), Text()
+        for _index, (row, *_others) in sorted(rollouts.items()):
+            rewards.append("█" if row.reward > 0 else "░", _reward_style(row.reward))
+        rows = [row for own in rollouts.values() for row in own]
         table.add_row(
             str(group_id),
             rewards,
-            "yes" if group[0].reward_info.get("trained", True) else "no",
-            f"{np.mean([len(each.response_ids) for each in group]):.0f}",
-            f"{np.mean([len(each.tool_calls) for each in group]):.1f}",
-            Text(question, overflow="ellipsis", no_wrap=True),
+            "yes" if first.reward_info.get("trained", True) else "no",
+            f"{sum(len(row.response_ids) for row in rows) / len(rollouts):.0f}",
+            f"{sum(len(row.tool_calls) for row in rows) / len(rollouts):.1f}",
+            Text(printable(question).replace("\n", " "), overflow="ellipsis", no_wrap=True),
         )
     console.print(table)
     console.print(Text("--group ID shows a response of it"), style="dim")
@@ -51,7 +50,7 @@ def print_groups(console: Console, step: ViewedStep) -> None:
 
 def print_response(
     console: Console,
-    trajectory: Trajectory,
+    response: StoredResponse,
     texts: tuple[str, Sequence[str]],
     columns: Mapping[str, FloatArray],
     coloured_by: ColumnKind,
@@ -63,24 +62,23 @@ def print_response(
         columns: of ``token_columns``; must have ``coloured_by``.
     """
     prompt, pieces = texts
-    sample = sample_of(trajectory, _question(trajectory, prompt), "")
-    segment = f", segment {trajectory.segment}" if trajectory.segment else ""
-    console.rule(f"group {trajectory.group_id}, response {trajectory.index}{segment}", align="left")
-    sampled, end = int(trajectory.loss_mask.sum()), trajectory.finish_reason.value
+    group_id, index, segment = response.key
+    console.rule(f"group {group_id}, response {index}{f', segment {segment}' if segment else ''}", align="left")
+    prediction = response.reward_info.get("pred")
     rows = {
-        "question": sample.question,
-        "ground truth": sample.truth,
-        "prediction": "none was found" if sample.prediction is None else sample.prediction,
-        "reward": f"{trajectory.reward:+g}, accuracy {trajectory.accuracy:g}, ended by {end}",
-        "tokens": f"{len(trajectory.response_ids)}, {sampled} of them sampled and trained on, "
-        f"in {trajectory.num_turns} turns",
+        "question": question_in(response.extra_info, prompt),
+        "ground truth": str(response.extra_info.get("ground_truth", "not in the data")),
+        "prediction": "none was found" if prediction is None else str(prediction),
+        "reward": f"{response.reward:+g}, accuracy {response.accuracy:g}, ended by {response.finish_reason}",
+        "tokens": f"{len(response.response_ids)}, {response.loss_mask.sum()} of them sampled and trained on, "
+        f"in {response.num_turns} turns",
     }
     for name, value in rows.items():
         console.print(Text(f"{name}: {printable(value)}"))
-    for number, call in enumerate(trajectory.tool_calls):
-        cut = ", cut" if call.output_truncated else ""
-        console.print(Text(f"call {number}: {call.name} {call.status}, {call.seconds:.2f} s, {call.output_tokens} "
-                           f"tokens{cut}"))  # fmt: skip
+    for number, call in enumerate(response.tool_calls):
+        cut = ", cut" if call["output_truncated"] else ""
+        console.print(Text(printable(f"call {number}: {call['name']} {call['status']}, {call['seconds']:.2f} s, "
+                                     f"{call['output_tokens']} tokens{cut}")))  # fmt: skip
     console.print()
     console.print(Text(printable(prompt), style="dim"), soft_wrap=True, end="")
     console.print(coloured(pieces, columns[coloured_by.name], coloured_by), soft_wrap=True)
@@ -104,10 +102,6 @@ def legend(values: FloatArray, kind: ColumnKind) -> Text:
         text.append(f"; {finite.min():.3g} to {finite.max():.3g}, full colour at {largest_shown(kind, values):.3g}")
     others = ", ".join(name for name in KINDS if name != kind.name)
     return text.append(f"\nother columns: --color {others}", style="dim")
-
-
-def _question(trajectory: Trajectory, prompt: str) -> str:
-    return str(trajectory.extra_info.get("question") or prompt)
 
 
 def _reward_style(reward: float) -> Style:

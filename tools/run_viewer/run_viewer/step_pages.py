@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.errors import InputError
-from megatron_retool.loop.rollout_files import step_path, stored_steps
-from megatron_retool.loop.samples import question_of
-from megatron_retool.parquet_files import (
+from run_files import CONFIG_FILE, METRICS_FILE
+from run_files.parquet_files import (
     UnreadableFile,
     column_names,
     damage_named,
@@ -27,19 +25,17 @@ from megatron_retool.parquet_files import (
     read_row,
     read_row_groups,
 )
-from megatron_retool.trajectory import KEY_COLUMNS, FinishReason, RowKey, ToolCall, Trajectory, keys_of
-from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
-from megatron_retool.viewer.curves import METRICS_FILE
-from megatron_retool.viewer.json_numbers import column_for_json, number_for_json, values_for_json
-from megatron_retool.viewer.row_names import named_response, response_name, row_keys
-from megatron_retool.viewer.run_directories import CONFIG_FILE
-from megatron_retool.viewer.runs_table import settings_of
-from megatron_retool.viewer.token_texts import token_texts
+from run_files.steps import KEY_COLUMNS, RowKey, keys_of, step_path, stored_steps
+from run_viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
+from run_viewer.json_numbers import column_for_json, number_for_json, values_for_json
+from run_viewer.row_names import named_response, response_name, row_keys
+from run_viewer.runs_table import settings_of
+from run_viewer.stored_step import OPTIONAL_COLUMNS, ROW_COLUMNS, TOKEN_COLUMNS, StoredResponse, question_in
+from run_viewer.token_texts import token_texts
 from untrusted import load_own_json
+from untrusted.errors import InputError
 
 Decode = Callable[[list[int]], str]
-_ROW = ["group_id", "index", "finish_reason", "reward", "reward_info", "tool_calls", "extra_info"]
-_TOKENS = ["prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"]
 _COLOURED = {"entropy", "advantages", "rejected_by", "routing_flips"}
 """Of the learner's columns, those that have a colour as they are."""
 _TEXTS = ["prompt", "response"]
@@ -80,7 +76,7 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
         UnreadableFile: the step's file is damaged.
     """
     path = step_file(run_dir, number)
-    table = read_parquet(path, _ROW, ["segment", "timing"])
+    table = read_parquet(path, ROW_COLUMNS, ["segment", "timing"])
     problems: list[str] = []
     keys, tokens = keys_of(table, path), _token_figures(path)
     compared: dict[RowKey, tuple[float | None, Any]] = {}
@@ -98,7 +94,7 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
             row["group_id"],
             {
                 "group_id": row["group_id"],
-                "question": _question(extra),
+                "question": question_in(extra),
                 "ground_truth": _text(extra.get("ground_truth")),
                 "data_source": _text(extra.get("data_source")),
                 "trained": bool(info.get("trained", True)),
@@ -207,21 +203,21 @@ def response_page(
     if key not in keys:
         raise FileNotFoundError(f"rollouts/{path.name} has no response {group_id}/{name}")
     row = keys.index(key)
-    stored = read_row(path, row, [*_ROW, *_TOKENS], ["segment", "prompt", "timing"])
+    stored = read_row(path, row, [*ROW_COLUMNS, *TOKEN_COLUMNS], OPTIONAL_COLUMNS)
     problems = [tokenizer_problem] if tokenizer_problem else []
     with damage_named(path):
-        trajectory = _trajectory(stored, problems)
+        response = StoredResponse.of_row(stored, problems)
     estimates = _estimates(path, key, problems)
-    columns = token_columns(trajectory, estimates)
-    ids = trajectory.response_ids.tolist()
+    columns = token_columns(response, estimates)
+    ids = response.response_ids.tolist()
     texts = token_texts(ids, decode) if decode else [f"⟨{token}⟩" for token in ids]
     shown = {
-        name: column_for_json(column) for name, column in {**columns, **_stored_columns(trajectory, estimates)}.items()
+        name: column_for_json(column) for name, column in {**columns, **_stored_columns(response, estimates)}.items()
     }
-    prompt = stored.get("prompt") or (decode(trajectory.prompt_ids.tolist()) if decode else "")
+    prompt = response.prompt or (decode(response.prompt_ids.tolist()) if decode else "")
     return {
         "group_id": group_id, "index": response_name(*key[1:]), "step": number, "length": len(ids), "prompt": prompt,
-        "question": _question(trajectory.extra_info), "ids": ids, "texts": texts,
+        "question": question_in(response.extra_info), "ids": ids, "texts": texts,
         "columns": shown,
         "kinds": {
             name: {"meaning": KINDS[name].meaning, "scale": KINDS[name].scale,
@@ -229,12 +225,12 @@ def response_page(
             for name, column in columns.items()
         },
         "hues": {"categories": CATEGORIES, **HUES}, "reasons": _reasons(run_dir, problems),
-        "turns": [{"turn": turn, "start": start, "end": end} for turn, start, end in _runs(trajectory.turn_ids)],
-        "tool_calls": [vars(call) for call in trajectory.tool_calls],
-        "reward": number_for_json(trajectory.reward), "reward_info": trajectory.reward_info,
-        "extra_info": trajectory.extra_info, "finish_reason": trajectory.finish_reason.value,
-        "timing": _parsed(stored.get("timing"), problems), "trained": bool(estimates),
-        "prompt_tokens": len(trajectory.prompt_ids), "problems": problems,
+        "turns": [{"turn": turn, "start": start, "end": end} for turn, start, end in _runs(response.turn_ids)],
+        "tool_calls": values_for_json(list(response.tool_calls)),
+        "reward": number_for_json(response.reward), "reward_info": values_for_json(response.reward_info),
+        "extra_info": values_for_json(response.extra_info), "finish_reason": response.finish_reason,
+        "timing": _parsed(response.timing, problems), "trained": bool(estimates),
+        "prompt_tokens": len(response.prompt_ids), "problems": problems,
     }  # fmt: skip
 
 
@@ -257,24 +253,6 @@ def search_step(run_dir: Path, number: int, text: str) -> dict[str, Any]:
             if any(wanted in (row[name] or "").casefold() for name in _TEXTS):
                 result.append([group_id, response_name(*rest)])
     return {"found": result}
-
-
-def _trajectory(stored: Mapping[str, Any], problems: list[str]) -> Trajectory:
-    info, extra, calls = (_parsed(stored[name], problems) for name in ("reward_info", "extra_info", "tool_calls"))
-    known = ToolCall.__dataclass_fields__
-    return Trajectory(
-        **{name: stored[name] for name in _TOKENS},
-        group_id=stored["group_id"],
-        index=stored["index"],
-        segment=stored.get("segment") or 0,
-        finish_reason=FinishReason(stored["finish_reason"]),
-        reward=stored["reward"],
-        reward_info=info if isinstance(info, dict) else {},
-        extra_info=extra if isinstance(extra, dict) else {},
-        tool_calls=[
-            ToolCall(**{k: v for k, v in call.items() if k in known}) for call in calls or [] if isinstance(call, dict)
-        ],
-    )
 
 
 def _estimates(path: Path, key: RowKey, problems: list[str]) -> dict[str, npt.NDArray[np.float32]]:
@@ -303,10 +281,10 @@ def _reasons(run_dir: Path, problems: list[str]) -> dict[int, str]:
     return rejection_reasons(rules if isinstance(rules, list) else [])
 
 
-def _stored_columns(trajectory: Trajectory, estimates: Mapping[str, Any]) -> dict[str, Any]:
+def _stored_columns(response: StoredResponse, estimates: Mapping[str, Any]) -> dict[str, Any]:
     """What the files have of each token beside the columns that have colours."""
-    sampled = trajectory.loss_mask
-    columns = {"rollout_log_probs": np.where(sampled, trajectory.rollout_log_probs, np.nan)}
+    sampled = response.loss_mask
+    columns = {"rollout_log_probs": np.where(sampled, response.rollout_log_probs, np.nan)}
     for name, column in estimates.items():
         if name not in _COLOURED and len(column) == len(sampled):
             columns[name] = np.where(sampled, column, np.nan)
@@ -319,12 +297,6 @@ def _runs(turn_ids: npt.NDArray[np.int16]) -> list[tuple[int, int, int]]:
         return []
     cuts = [0, *(np.flatnonzero(np.diff(turn_ids)) + 1).tolist(), len(turn_ids)]
     return [(int(turn_ids[start]), start, end) for start, end in zip(cuts, cuts[1:], strict=False)]
-
-
-def _question(extra: Mapping[str, Any]) -> str:
-    messages = extra.get("prompt")
-    question = extra.get("question") or question_of(messages if isinstance(messages, list) else [], "")
-    return str(question)
 
 
 def _parsed(text: Any, problems: list[str]) -> Any:

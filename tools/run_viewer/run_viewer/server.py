@@ -17,15 +17,15 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from megatron_retool.parquet_files import UnreadableFile
-from megatron_retool.viewer.answer_cache import PageCache
-from megatron_retool.viewer.compare_runs import comparison
-from megatron_retool.viewer.curves import curves_page
-from megatron_retool.viewer.run_directories import NoSuchRun, check_below, file_below, run_directory
-from megatron_retool.viewer.runs_table import run_page, runs_page
-from megatron_retool.viewer.step_pages import files_of_step, response_page, search_step, step_page
-from megatron_retool.viewer.timeline import step_time_page, time_page
-from megatron_retool.viewer.tokenizers import Tokenizers, own_files
+from run_files.parquet_files import UnreadableFile
+from run_viewer.answer_cache import PageCache
+from run_viewer.compare_runs import comparison
+from run_viewer.curves import curves_page
+from run_viewer.run_directories import NoSuchRun, check_below, file_below, run_directory
+from run_viewer.runs_table import run_page, runs_page
+from run_viewer.step_pages import files_of_step, response_page, search_step, step_page
+from run_viewer.timeline import step_time_page, time_page
+from run_viewer.tokenizers import Tokenizers, own_files
 from untrusted import clipped
 from untrusted.http_listener import ForeignCaller, Listener, check_caller, is_loopback, most_connections
 

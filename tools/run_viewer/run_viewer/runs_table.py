@@ -11,14 +11,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_retool.loop.rollout_files import stored_steps
-from megatron_retool.monitor.phases import Phase
-from megatron_retool.reports.compare import differing_settings, flat_settings
-from megatron_retool.runs.environment import FILE_NAME
-from megatron_retool.viewer.curves import Curves, is_number, read_curves
-from megatron_retool.viewer.json_numbers import number_for_json, values_for_json
-from megatron_retool.viewer.run_directories import CONFIG_FILE, runs_below
-from megatron_retool.viewer.run_status import read_json, run_status
+from run_files import CONFIG_FILE, ENVIRONMENT_FILE, PIPELINE_FILE
+from run_files.phases import Phase
+from run_files.settings import differing_settings, flat_settings
+from run_files.steps import stored_steps
+from run_viewer.curves import Curves, is_number, read_curves
+from run_viewer.json_numbers import number_for_json, values_for_json
+from run_viewer.run_directories import runs_below
+from run_viewer.run_status import read_json, run_status
 
 _TIMES = (Phase.STEP, Phase.VALIDATION, Phase.QUICK_VALIDATION, Phase.SAVE_CHECKPOINT)
 _RISES = re.compile(r"val-core/all/acc/(mean@\d+|best@\d+/mean|maj@\d+/mean)|val-quick/all/acc/mean@\d+|"
@@ -70,9 +70,9 @@ def run_page(run_dir: Path, name: str, now: float | None = None) -> dict[str, An
     """
     row = _row(run_dir, name, now)
     problems: list[str] = row["problems"]
-    environment = read_json(run_dir / FILE_NAME, [])  # the row has its problem
-    lacks = [] if environment else [f"{FILE_NAME} is not there: commit, versions and hardware were not stored"]
-    stages = read_json(run_dir / "pipeline.json", []).get("seconds")
+    environment = read_json(run_dir / ENVIRONMENT_FILE, [])  # the row has its problem
+    lacks = [] if environment else [f"{ENVIRONMENT_FILE} is not there: commit, versions and hardware were not stored"]
+    stages = read_json(run_dir / PIPELINE_FILE, []).get("seconds")
     return row | {
         "environment": environment,
         "steps": stored_steps(run_dir / "rollouts"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_retool.errors import InputError
+from untrusted.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,9 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.algorithms.rejection_rules import FIRST_RULE, NOT_FINITE, OVERLONG, VETO, WEIGHT_MASK
-from megatron_retool.errors import InputError
-from megatron_retool.trajectory import Trajectory
+from run_viewer.stored_step import StoredResponse
+from untrusted.errors import InputError
 
 FloatArray = npt.NDArray[np.float64]
 Colour = tuple[int, int, int]
@@ -29,6 +28,9 @@ CATEGORIES: tuple[Colour, ...] = (
 )  # fmt: skip
 HUES: dict[str, Colour] = {"flag": _YELLOW, "amount": _VIOLET, "positive": _ORANGE, "negative": _BLUE}
 _LARGEST_PERCENTILE = 99.0
+_REASONS = {1: "a log-prob is not finite", 2: "the veto", 3: "the mask of importance weights", 4: "overlong filtering"}
+"""What values of the column rejected_by stand for; those from _FIRST_RULE on are the run's rejection rules."""
+_FIRST_RULE = 5
 
 
 @dataclass(frozen=True)
@@ -78,34 +80,34 @@ KINDS: dict[str, ColumnKind] = {
 
 
 def token_columns(
-    trajectory: Trajectory, estimates: Mapping[str, npt.NDArray[np.float32]] | None
+    response: StoredResponse, estimates: Mapping[str, npt.NDArray[np.float32]] | None
 ) -> dict[str, FloatArray]:
     """Values of every column of KINDS that the files have, float64 [R]; NaN where a token has none.
 
     Args:
-        trajectory: R response tokens.
+        response: of R tokens.
         estimates: what the learner computed of it, each [R]; None: it did not train on it.
 
     Raises:
         ValueError: an estimate has another length.
     """
-    sampled = trajectory.loss_mask
-    was_sampled = trajectory.weight_versions >= 0
+    sampled = response.loss_mask
+    was_sampled = response.weight_versions >= 0
     columns = {
         "loss_mask": sampled.astype(np.float64),
-        "turn": _where(trajectory.turn_ids >= 0, trajectory.turn_ids),
-        "weight_version": _where(was_sampled, trajectory.weight_versions),
-        "surprise": _where(sampled, 1 - np.exp(trajectory.rollout_log_probs.astype(np.float64))),
+        "turn": _where(response.turn_ids >= 0, response.turn_ids),
+        "weight_version": _where(was_sampled, response.weight_versions),
+        "surprise": _where(sampled, 1 - np.exp(response.rollout_log_probs.astype(np.float64))),
     }
     for name, column in (estimates or {}).items():
-        if len(column) != len(trajectory.response_ids):
+        if len(column) != len(response.response_ids):
             raise InputError(
-                f"trajectory {trajectory.group_id}/{trajectory.index}: the learner's {name} has {len(column)} entries "
-                f"for {len(trajectory.response_ids)} response tokens"
+                f"response {response.name}: the learner's {name} has {len(column)} entries "
+                f"for {len(response.response_ids)} response tokens"
             )
     result = estimates or {}
     if "old_log_probs" in result:
-        difference = result["old_log_probs"].astype(np.float64) - trajectory.rollout_log_probs
+        difference = result["old_log_probs"].astype(np.float64) - response.rollout_log_probs
         columns["log_ratio"] = _where(sampled, difference)
     for name, column_name in (("entropy", "entropy"), ("advantage", "advantages")):
         if column_name in result:
@@ -129,9 +131,7 @@ def rejection_reasons(rules: Sequence[str]) -> dict[int, str]:
     Args:
         rules: algorithm.rollout_correction.rejection of the run.
     """
-    known = {NOT_FINITE: "a log-prob is not finite", VETO: "the veto", WEIGHT_MASK: "the mask of importance weights",
-             OVERLONG: "overlong filtering"}  # fmt: skip
-    return known | {FIRST_RULE + place: str(rule) for place, rule in enumerate(rules)}
+    return _REASONS | {_FIRST_RULE + place: str(rule) for place, rule in enumerate(rules)}
 
 
 def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[np.generic]) -> FloatArray:

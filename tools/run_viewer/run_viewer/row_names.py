@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_retool.parquet_files import read_parquet
-from megatron_retool.trajectory import RowKey, keys_of
+from run_files.parquet_files import read_parquet
+from run_files.steps import RowKey, keys_of
 
 
 def response_name(index: int, segment: int | None = 0) -> int | str:

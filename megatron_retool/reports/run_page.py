@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_retool.reports.problems import TABLE
 from megatron_retool.reports.run import draw_plots
-from megatron_retool.runs.files import write_text
-from megatron_retool.viewer.export import export
+from run_files.atomic_files import write_text
+from run_viewer.export import export
 
 PAGE_NAME = "index.html"
 MOST_TOKENS = 20_000

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from megatron_retool.loop.rollout_files import stored_steps
-from megatron_retool.parquet_files import UnreadableFile
-from megatron_retool.runs.files import atomic_write
-from megatron_retool.viewer.curves import curves_page, read_curves
-from megatron_retool.viewer.run_directories import ALONE, run_directory, runs_below
-from megatron_retool.viewer.runs_table import run_page, runs_page
-from megatron_retool.viewer.server import PAGE, plotly_file
-from megatron_retool.viewer.step_pages import response_page, step_page
-from megatron_retool.viewer.timeline import step_time_page, time_page
-from megatron_retool.viewer.tokenizers import Tokenizers
+from run_files.atomic_files import atomic_write
+from run_files.parquet_files import UnreadableFile
+from run_files.steps import stored_steps
+from run_viewer.curves import curves_page, read_curves
+from run_viewer.run_directories import ALONE, run_directory, runs_below
+from run_viewer.runs_table import run_page, runs_page
+from run_viewer.server import PAGE, plotly_file
+from run_viewer.step_pages import response_page, step_page
+from run_viewer.timeline import step_time_page, time_page
+from run_viewer.tokenizers import Tokenizers
 
 MOST_TOKENS = 200_000
 """Response tokens in a file, about 150 bytes each; responses past them are only in the lists of their steps."""

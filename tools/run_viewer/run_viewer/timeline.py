@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.errors import InputError
-from megatron_retool.loop.rollout_files import step_path
-from megatron_retool.monitor.phases import Phase
-from megatron_retool.parquet_files import list_groups, read_parquet
-from megatron_retool.trajectory import keys_of
-from megatron_retool.viewer.curves import METRICS_FILE, number_or_none, read_curves
-from megatron_retool.viewer.row_names import response_name
+from run_files import METRICS_FILE
+from run_files.parquet_files import list_groups, read_parquet
+from run_files.phases import Phase
+from run_files.steps import keys_of, step_path
+from run_viewer.curves import number_or_none, read_curves
+from run_viewer.row_names import response_name
 from untrusted import load_own_json
+from untrusted.errors import InputError
 
 ORDER = (
     Phase.GENERATION, Phase.PHASE_SWITCH, Phase.OLD_LOG_PROB, Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE,

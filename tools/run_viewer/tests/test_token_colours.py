@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.trajectory import FinishReason, Trajectory
-from megatron_retool.viewer.columns import KINDS, colour, largest_shown, rejection_reasons, token_columns
-from megatron_retool.viewer.token_texts import token_texts
+from run_viewer.columns import KINDS, colour, largest_shown, rejection_reasons, token_columns
+from run_viewer.stored_step import StoredResponse
+from run_viewer.token_texts import token_texts
 
 ESTIMATES = {
     "old_log_probs": np.log(np.array([0.5, 0.2, 1.0, 0.5], np.float32)),
@@ -22,15 +22,19 @@ ESTIMATES = {
 }
 
 
-def trajectory() -> Trajectory:
-    return Trajectory(
-        [1, 2], [3, 4, 5, 6], [True, True, False, True], np.log([0.5, 0.8, 1.0, 0.25]), [0, 0, -1, 1], [7, 7, -1, 8],
-        group_id=3, index=1, finish_reason=FinishReason.STOP,
+def response() -> StoredResponse:
+    return StoredResponse.of_row(
+        {
+            "group_id": 3, "index": 1, "prompt_ids": [1, 2], "response_ids": [3, 4, 5, 6],
+            "loss_mask": [True, True, False, True], "rollout_log_probs": np.log([0.5, 0.8, 1.0, 0.25]),
+            "turn_ids": [0, 0, -1, 1], "weight_versions": [7, 7, -1, 8], "finish_reason": "stop", "reward": 1.0,
+            "reward_info": "{}", "tool_calls": "[]", "extra_info": "{}",
+        }
     )  # fmt: skip
 
 
 def test_columns_are_those_of_the_files_and_have_no_value_where_a_token_has_none():
-    columns = token_columns(trajectory(), ESTIMATES)
+    columns = token_columns(response(), ESTIMATES)
     nan = np.nan
     expected = {
         "loss_mask": [1, 1, 0, 1],
@@ -56,12 +60,12 @@ def test_reasons_of_a_rejection_are_the_runs_own_rules():
 
 
 def test_without_the_learner_only_the_rollouts_columns_are_there():
-    assert set(token_columns(trajectory(), None)) == {name for name, kind in KINDS.items() if not kind.learner}
+    assert set(token_columns(response(), None)) == {name for name, kind in KINDS.items() if not kind.learner}
 
 
 def test_an_estimate_of_another_length_is_refused():
     with pytest.raises(ValueError, match="3/1: the learner's entropy has 3 entries for 4 response tokens"):
-        token_columns(trajectory(), {"entropy": np.zeros(3, np.float32)})
+        token_columns(response(), {"entropy": np.zeros(3, np.float32)})
 
 
 def test_signs_are_told_apart_and_strength_grows_with_the_magnitude():

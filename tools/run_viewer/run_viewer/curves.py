@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.runs.metrics_file import check_run_directory, read_metrics_and_problems
-from megatron_retool.viewer.json_numbers import number_for_json
-from megatron_retool.viewer.metric_captions import GLOSSARY, caption_of
+from run_files import METRICS_FILE, check_run_directory
+from run_files.metrics import read_metrics_and_problems
+from run_viewer.json_numbers import number_for_json
+from run_viewer.metric_captions import GLOSSARY, caption_of
 
-METRICS_FILE = "metrics.jsonl"
 FIRST_SHOWN = (
     "val-core/all/acc/mean@", "rollout/acc/mean", "tool/use_rate", "tool/success_rate", "response_length/mean",
     "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "rollout_corr/log_prob_abs_diff", "rollout_corr/k3_kl",
