@@ -24,7 +24,7 @@ TOKEN_COLUMNS = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs",
 OPTIONAL_COLUMNS = ("segment", "prompt", "timing")
 _CALL = {"name": "", "arguments": "", "status": "", "seconds": 0.0, "output_truncated": False, "output_tokens": 0,
          "position": -1, "started": None}  # fmt: skip
-"""What a tool call says, and what it is taken to say where it does not."""
+"""What a tool call says, and what it is taken to say where it does not, or says something of another kind."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class StoredResponse:
                 return kind()
             return value if isinstance(value, kind) else kind()
 
-        calls = [call for call in parsed("tool_calls", list) if isinstance(call, dict)]
         dtypes = (np.int32, np.int32, np.bool_, np.float32, np.int16, np.int32)
         tokens: dict[str, Any] = {
             name: np.asarray(row[name], dtype) for name, dtype in zip(TOKEN_COLUMNS, dtypes, strict=True)
@@ -87,7 +86,7 @@ class StoredResponse:
             finish_reason=str(row["finish_reason"]),
             reward=float(row["reward"]),
             reward_info=parsed("reward_info", dict),
-            tool_calls=[{name: call.get(name, default) for name, default in _CALL.items()} for call in calls],
+            tool_calls=[_call(call) for call in parsed("tool_calls", list) if isinstance(call, dict)],
             extra_info=parsed("extra_info", dict),
             prompt=row.get("prompt") or "",
             timing=row.get("timing"),
@@ -108,12 +107,21 @@ class StoredResponse:
     @property
     def accuracy(self) -> float:
         """The reward function's acc in [0, 1]; without one, whether the reward is positive."""
-        return float(self.reward_info.get("acc", self.reward > 0))
+        given = self.reward_info.get("acc")
+        return float(given if isinstance(given, int | float) else self.reward > 0)
 
     @property
     def num_turns(self) -> int:
         """Messages after the prompt: assistant turns plus tool results, as verl counts them."""
         return int(self.turn_ids.max(initial=-1)) + 1 + len(self.tool_calls)
+
+
+def _call(stored: Mapping[str, Any]) -> dict[str, Any]:
+    result = {}
+    for name, default in _CALL.items():
+        kind = int | float if default is None or isinstance(default, float) else type(default)
+        result[name] = stored[name] if isinstance(stored.get(name), kind) else default
+    return result
 
 
 def question_in(extra_info: Mapping[str, Any], prompt: str = "") -> str:

@@ -108,6 +108,16 @@ def test_the_command_prints_exports_and_names_what_is_wrong(tmp_path: Path, caps
     assert capsys.readouterr().out.count("error:") == 2
 
 
+def test_what_is_of_another_kind_is_taken_as_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = json.dumps([CALL | {"seconds": "long", "name": None}, "none"])
+    info, extra = json.dumps({"acc": "right"}), json.dumps({"prompt": ["six?", {"role": "user", "content": "seven?"}]})
+    run_dir = with_tokenizer(make_run(tmp_path / "run", tool_calls=calls, reward_info=info, extra_info=extra))
+    assert main([str(run_dir), "--text", "--group", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "call 0:  ok, 0.00 s" in said and "accuracy 1," in said and "question: seven?" in said
+    assert response_page(run_dir, 1, 0, "0", None)["problems"] == []
+
+
 def test_columns_of_another_length_are_named_by_file_and_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
