@@ -208,6 +208,8 @@ def default_bound(config: Config) -> float:
     engine, learner, rounded = config.rollout.engine, config.learner, config.weight_sync.round_to
     if rounded in ("int4", "int3"):
         return math.inf
+    if learner.fp8.recipe == "nvfp4":
+        return 1.0
     if engine.quantization is not None or rounded == "fp8" or learner.fp8.recipe is not None:
         return 0.4
     dtype = engine.dtype

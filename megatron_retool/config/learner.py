@@ -70,14 +70,16 @@ class OptimizerConfig:  # noqa: D101 (each field that holds one says whose it is
 
 @dataclass(frozen=True)
 class Fp8Config:
-    """Matrix products in FP8."""
+    """Matrix products in FP8, or in FP4."""
 
-    recipe: str | None = choice(None, "tensorwise", "blockwise", "mxfp8")
-    """How FP8 values are scaled: by tensor, in blocks of 128, in blocks of 32; null: no FP8. Needs Transformer Engine
-    and a GPU that has FP8."""
+    recipe: str | None = choice(None, "tensorwise", "blockwise", "mxfp8", "nvfp4")
+    """How FP8 values are scaled: by tensor, in blocks of 128, in blocks of 32. nvfp4: FP4 (e2m1) in blocks of 16 and by
+    tensor, gradients rounded at random (arXiv:2509.25149). null: neither. Needs Transformer Engine and a GPU that has
+    FP8; mxfp8 and nvfp4 a Blackwell. By tensor means by all tokens of a micro-batch: log-probs then depend on what
+    shares it."""
     format: str | None = choice(None, "hybrid", "e4m3")
-    """hybrid: e4m3 forwards, e5m2 for gradients. e4m3: for both. null: Transformer Engine's own for the recipe, hybrid
-    for tensorwise and e4m3 for the others."""
+    """Of FP8. hybrid: e4m3 forwards, e5m2 for gradients. e4m3: for both. null: Transformer Engine's own for the recipe,
+    hybrid for tensorwise and e4m3 for blockwise and mxfp8."""
     keep_first_last_bf16: bool = True
     """The first and the last layer stay in bfloat16."""
 

@@ -161,6 +161,14 @@ STEPS = (
         needs=("reference",),
     ),
     DoctorStep(
+        "learner_nvfp4",
+        LEARNER,
+        "the same with learner.fp8.recipe=nvfp4",
+        "megatron_retool.doctor.learner_steps:nvfp4",
+        _PARITY,
+        needs=("reference",),
+    ),
+    DoctorStep(
         "collectives",
         LAYOUTS,
         "each collective between all ranks: right sums, and bytes a second",

@@ -40,6 +40,8 @@ TF32 = Bounds(5e-3, 5e-3, 5e-2)
 """Products of float32 whose factors are rounded to TF32's 10 bits, as Transformer Engine's may be."""
 BF16 = Bounds(0.05, 0.02, 0.2)
 FP8 = Bounds(0.4, 0.1, 0.6)
+FP4 = Bounds(1.0, 0.3, 0.95)
+"""Three times what the rounding itself makes of log-probs; a gradient of zeros would be 1 apart."""
 
 
 class MeasuredLearner(Learner):
@@ -142,20 +144,25 @@ def bf16(session: DoctorSession) -> list[StepFigure]:
 
 def fp8_tensorwise(session: DoctorSession) -> list[StepFigure]:
     """Log-probs and gradients in FP8 with a scale for each tensor."""
-    return _fp8(session, "tensorwise")
+    return _by_recipe(session, "tensorwise", FP8)
 
 
 def fp8_blockwise(session: DoctorSession) -> list[StepFigure]:
     """Log-probs and gradients in FP8 with a scale for each block of 128."""
-    return _fp8(session, "blockwise")
+    return _by_recipe(session, "blockwise", FP8)
 
 
 def fp8_mxfp8(session: DoctorSession) -> list[StepFigure]:
     """Log-probs and gradients in FP8 with a scale for each block of 32."""
-    return _fp8(session, "mxfp8")
+    return _by_recipe(session, "mxfp8", FP8)
 
 
-def _fp8(session: DoctorSession, recipe: str) -> list[StepFigure]:
+def nvfp4(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients in FP4 with a scale for each block of 16."""
+    return _by_recipe(session, "nvfp4", FP4)
+
+
+def _by_recipe(session: DoctorSession, recipe: str, bounds: Bounds) -> list[StepFigure]:
     assert recipe in FP8_RECIPES
     overrides = ("learner.dtype=bfloat16", f"learner.fp8.recipe={recipe}")
     learner = learner_config(session, model.DENSE, *overrides).learner
@@ -164,7 +171,7 @@ def _fp8(session: DoctorSession, recipe: str) -> list[StepFigure]:
         check_precision(learner, learner.optimizer, architecture, Acceleration.detect())
     except ConfigError as error:
         raise Skipped(str(error)) from error
-    return _parity(session, FP8, *overrides)
+    return _parity(session, bounds, *overrides)
 
 
 def model_architecture(session: DoctorSession, kind: str) -> Any:

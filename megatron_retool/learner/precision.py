@@ -37,6 +37,7 @@ FP8_RECIPES = {
     "tensorwise": Fp8Recipe((2, 2), (8, 9), 16, "hybrid"),
     "blockwise": Fp8Recipe((2, 3), (9, 0), 128, "e4m3"),
     "mxfp8": Fp8Recipe((2, 1), (10, 0), 32, "e4m3"),
+    "nvfp4": Fp8Recipe((2, 7), (10, 0), 128, "e2m1"),
 }
 FLASH_ATTENTION = ("flash-attn-3", "flash-attn-4", "flash-attn")
 """In the order in which Transformer Engine prefers them on Hopper."""
@@ -113,11 +114,17 @@ def check_precision(
         if recipe not in FP8_RECIPES:
             raise ConfigError(f"learner.fp8.recipe={recipe!r} is not one of {', '.join(FP8_RECIPES)}")
         needs = FP8_RECIPES[recipe]
+        if recipe == "nvfp4" and learner.fp8.format is not None:
+            raise ConfigError(
+                f"learner.fp8.format={learner.fp8.format} is of FP8, and learner.fp8.recipe=nvfp4 has a format of its "
+                "own: set it to null"
+            )
         if learner.dtype != "bfloat16":
             raise ConfigError(f"learner.fp8.recipe={recipe} needs learner.dtype=bfloat16, not {learner.dtype}")
         if not acceleration.cuda:
+            width = "FP4" if recipe == "nvfp4" else "FP8"
             raise ConfigError(
-                f"learner.fp8.recipe={recipe} needs a CUDA device with FP8, and this host has none: set "
+                f"learner.fp8.recipe={recipe} needs a CUDA device with {width}, and this host has none: set "
                 "learner.fp8.recipe=null"
             )
         if acceleration.transformer_engine is None:
@@ -197,9 +204,10 @@ def transformer_options(learner: LearnerConfig, acceleration: Acceleration) -> d
         "persist_layer_norm": False,
     }
     if learner.fp8.recipe is not None:
+        width = "fp4" if learner.fp8.recipe == "nvfp4" else "fp8"
         options |= {
-            "fp8": learner.fp8.format or FP8_RECIPES[learner.fp8.recipe].format,
-            "fp8_recipe": learner.fp8.recipe,
+            width: learner.fp8.format or FP8_RECIPES[learner.fp8.recipe].format,
+            f"{width}_recipe": learner.fp8.recipe,
             "first_last_layers_bf16": learner.fp8.keep_first_last_bf16,
         }
     recompute = learner.recompute
@@ -232,7 +240,7 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
         "use_distributed_optimizer": learner.use_distributed_optimizer,
         "overlap_param_gather": learner.overlap_param_gather,
     }
-    if learner.fp8.recipe is not None:
+    if learner.fp8.recipe not in (None, "nvfp4"):
         options["fp8_recipe"] = learner.fp8.recipe
     if optimizer.cpu_offload:
         options |= {

@@ -255,6 +255,7 @@ def test_the_text_is_the_same_in_every_run_and_reaches_the_whole_vocabulary() ->
         ("rollout.engine.quantization=fp8", "", 0.4),
         ("weight_sync.round_to=fp8", "", 0.4),
         ("learner.fp8.recipe=blockwise", "", 0.4),
+        ("learner.fp8.recipe=nvfp4", "", 1.0),
         ("weight_sync.round_to=int4", "", math.inf),
     ],
 )

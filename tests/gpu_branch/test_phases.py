@@ -188,6 +188,7 @@ def _contexts(directory: Path, recipe: str) -> dict[str, Any]:
         ("blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
         # Another GPU is another process.
         pytest.param("mxfp8", fake_device.BLACKWELL, "MXFP8Quantizer", marks=pytest.mark.slow),
+        pytest.param("nvfp4", fake_device.BLACKWELL, "NVFP4Quantizer", marks=pytest.mark.slow),
     ],
 )
 def test_layers_enter_the_contexts_of_fp8(

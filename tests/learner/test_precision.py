@@ -37,6 +37,9 @@ def _fp8(recipe: str, **settings: Any) -> LearnerConfig:
         (_fp8("blockwise"), {}, replace(H200, transformer_engine="2.2.0"), r"Engine 2.3 or later, found 2.2.0"),
         (_fp8("tensorwise"), {}, A100, r"capability 8.9 or later, NVIDIA A100 has 8.0"),
         (_fp8("mxfp8"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
+        (_fp8("nvfp4"), {}, CPU, r"fp8.recipe=nvfp4 needs a CUDA device with FP4"),
+        (_fp8("nvfp4"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
+        (_fp8("nvfp4", format="e4m3"), {}, B200, r"fp8.format=e4m3 is of FP8, and .*nvfp4 has a format of its own"),
         (_fp8("e5m2"), {}, H200, r"'e5m2' is not one of tensorwise, blockwise, mxfp8"),
         (_fp8("delayed"), {}, H200, r"'delayed' is not one of tensorwise, blockwise, mxfp8"),
         (replace(_fp8("blockwise"), dtype="float32"), {}, H200, r"needs learner.dtype=bfloat16, not float32"),
@@ -87,6 +90,15 @@ def test_fp8_recipes_become_megatron_options(
     assert options["bf16"] and options["params_dtype"] is torch.bfloat16
     assert optimizer_options(learner, OptimizerConfig())["fp8_recipe"] == recipe
     assert token_multiple(learner) == multiple
+
+
+def test_fp4_takes_the_place_of_fp8() -> None:
+    learner = _fp8("nvfp4")
+    check_precision(learner, OptimizerConfig(), DENSE, B200)
+    options = transformer_options(learner, B200)
+    assert (options["fp4"], options["fp4_recipe"], options["first_last_layers_bf16"]) == ("e2m1", "nvfp4", True)
+    assert "fp8" not in options and "fp8_recipe" not in optimizer_options(learner, OptimizerConfig())
+    assert token_multiple(learner) == 128
 
 
 def test_every_option_exists_in_megatron() -> None:

@@ -27,6 +27,7 @@ CONFIGURATIONS = [
     Fp8Config(recipe=recipe, format=format, keep_first_last_bf16=keep)
     for recipe in FP8_RECIPES
     for format, keep in ((None, True), ("hybrid", False), ("e4m3", True))
+    if recipe != "nvfp4" or format is None
 ]
 
 
@@ -56,9 +57,19 @@ def _build(
     return build_model_chunks(architecture, config, acceleration), architecture, config
 
 
+def _context(config: Any, layer: int) -> Any:
+    from megatron.core.fp4_utils import get_fp4_context
+    from megatron.core.fp8_utils import get_fp8_context
+
+    return (get_fp4_context if config.fp4 else get_fp8_context)(config, layer)
+
+
+def _format(recipe: Any) -> str:
+    return (recipe.fp4_format if recipe.nvfp4() else recipe.fp8_format).name
+
+
 def _recipes(directory: Path, capability: tuple[int, int]) -> list[tuple[str, str, list[bool]]]:
     """Each configuration's recipe and format, and which of three layers compute in FP8; of those that the GPU has."""
-    from megatron.core.fp8_utils import get_fp8_context
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     from tests.learner.transformer_engine.kernels import as_if_gpu
@@ -69,11 +80,11 @@ def _recipes(directory: Path, capability: tuple[int, int]) -> list[tuple[str, st
         in_fp8 = []
         with as_if_gpu(capability):
             for layer in range(3):
-                with get_fp8_context(config, layer):
+                with _context(config, layer):
                     in_fp8.append(FP8GlobalStateManager.is_fp8_enabled())
                     if in_fp8[-1]:
                         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        found.append((type(recipe).__name__, recipe.fp8_format.name, in_fp8))
+        found.append((type(recipe).__name__, _format(recipe), in_fp8))
     return found
 
 
@@ -81,7 +92,12 @@ def _recipes(directory: Path, capability: tuple[int, int]) -> list[tuple[str, st
 def test_every_configuration_builds_and_enters_its_context(
     capability: tuple[int, int], experts: Path, with_transformer_engine: Run
 ) -> None:
-    names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    names = {
+        "tensorwise": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
+    }
     found = with_transformer_engine(_recipes, 1, experts, capability)
     for fp8, answer in zip(_on(capability), found, strict=True):
         format = fp8.format or FP8_RECIPES[fp8.recipe].format
@@ -113,9 +129,10 @@ def _claims() -> dict[str, Any]:
         "tensorwise": recipe.Float8CurrentScaling,
         "blockwise": recipe.Float8BlockScaling,
         "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
     }
     return {
-        "formats": {name: of().fp8_format.name.lower() for name, of in own.items()},
+        "formats": {name: _format(of()).lower() for name, of in own.items()},
         "stateless": {name: is_stateless_recipe(of()) for name, of in own.items()},
         "delayed": refused,
         "router_kernel": te_general_gemm is not None,
@@ -141,7 +158,6 @@ def _first_checkpoint(directory: Path, target: Path) -> dict[str, Any]:
     """As after a first forward under FP8: every module knows its recipe, and is asked for its extra state."""
     from megatron.core import dist_checkpointing
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
-    from megatron.core.fp8_utils import get_fp8_context
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     from megatron_retool.learner.checkpoint.state import model_state
@@ -154,7 +170,7 @@ def _first_checkpoint(directory: Path, target: Path) -> dict[str, Any]:
         chunks, architecture, config = _build(directory, fp8, BLACKWELL)
         load_hf_weights(chunks, architecture, directory)
         (model,) = chunks
-        with as_if_gpu(BLACKWELL), get_fp8_context(config, 0):
+        with as_if_gpu(BLACKWELL), _context(config, 0):
             for module in model.modules():
                 if isinstance(module, TransformerEngineBaseModule):
                     module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
