@@ -64,6 +64,11 @@ def fp8_recipe(word: Any) -> str | None:
     return str(word) if str(word) in ("tensorwise", "blockwise", "mxfp8") else None
 
 
+def fp4_recipe(word: Any) -> str | None:
+    """The recipe that Megatron-Core takes for its fp4 format; None where there is none."""
+    return "nvfp4" if str(word) == "e2m1" else None
+
+
 def moment_dtype(word: Any) -> str | None:
     """A dtype of the optimizer's state in our words, of Megatron-Core's fp32 or torch's; None where there is none."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -283,6 +288,7 @@ TABLE: tuple[VerlKey, ...] = (
         _same),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",),
         "without delayed, whose scales are not yet there when log-probs are computed", fp8_recipe),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp4", ("learner.fp8.recipe",), "e2m1 is nvfp4", fp4_recipe),
     *(VerlKey(f"{ACTOR}.megatron.override_transformer_config.{name}", (f"learner.{name}",), "", _same)
       for name in ("gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
                    "cpu_offloading_num_layers")),

@@ -40,6 +40,7 @@ def test_every_key_has_one_row_and_a_reason_where_it_has_no_counterpart():
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", ["no counterpart", "Megatron"]),
         ("actor_rollout_ref.actor.invented=1", ["no counterpart"]),
         ("actor.megatron.override_transformer_config.fp8_recipe=mxfp8", ["learner.fp8.recipe=mxfp8"]),
+        ("actor.megatron.override_transformer_config.fp4=e2m1", ["learner.fp8.recipe=nvfp4"]),
         ("actor.megatron.override_transformer_config.fp8_recipe=delayed", ["learner.fp8.recipe", "without delayed"]),
         ("reward_model.enable=True", ["no counterpart", "reward function"]),
         ("custom_reward_function.path=r.py", ["reward.function=r.py"]),
