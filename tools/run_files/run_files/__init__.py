@@ -1,6 +1,6 @@
-"""The files that a run of reinforcement learning leaves: their names, and reading them without what wrote them.
+"""Names of the files that a run of reinforcement learning leaves; README.md says what each of them holds.
 
-README.md says what each of them holds. Nothing here writes into a run.
+The modules here read them, and need nothing of the stack that wrote them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def keys_of(table: pa.Table, path: str | Path) -> list[RowKey]:
 
 
 def read_estimates(path: str | Path) -> dict[RowKey, dict[str, npt.NDArray[np.float32]]]:
-    """What ``write_estimates`` wrote: the row's key (``Trajectory.key``) -> column -> float32 [R].
+    """The columns of step_N.learner.parquet: the row's key -> column -> float32 [R].
 
     Files without the column segment are of rollouts of one row.
 

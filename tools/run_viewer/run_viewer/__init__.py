@@ -1,1 +1,1 @@
-"""What the model did, token by token, out of a run's parquet files."""
+"""Pages of a run, from its files: curves, time, steps, responses token by token, and two runs compared."""
