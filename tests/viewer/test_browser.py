@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -329,3 +330,27 @@ def test_a_run_that_trains_is_drawn_anew_by_itself(tab, tmp_path: Path) -> None:
             file.write('{"step": 4, "actor/grad_norm": 0.4}\n')
         tab.wait_for_timeout(6_000)
         assert "step 3 of" in tab.inner_text("main")
+
+
+def test_runs_of_another_stack_are_shown_with_what_they_have(tab, tmp_path: Path) -> None:
+    """No texts, timings, segments or columns of a learner; and a run that has config.yaml alone."""
+    for name in ("rollouts", "config"):
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("lr: 1\n")
+    row = {
+        "group_id": 0, "index": 0, "prompt_ids": [1], "response_ids": [2, 3], "loss_mask": [True, False],
+        "rollout_log_probs": [-0.5, 0.0], "turn_ids": [0, -1], "weight_versions": [0, -1], "finish_reason": "eos",
+        "reward": 0.5, "reward_info": "{}", "tool_calls": '[{"name": "search"}, {}]', "extra_info": "{}",
+    }  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rollouts" / "rollouts" / "step_000001.parquet")
+    with served(tmp_path) as address:
+        visit(tab, address, "#/")
+        assert "config" in tab.inner_text("main") and "rollouts" in tab.inner_text("main")
+        for place in ("", "/step/1", "/step/1/0/0", "/time", "/time/1"):
+            visit(tab, address, f"#/run/rollouts{place}")
+            assert tab.inner_text("main").strip(), place
+        for place in ("", "/time"):
+            visit(tab, address, f"#/run/config{place}")
+            assert tab.inner_text("main").strip(), place
+        visit(tab, address, "#/compare?a=rollouts&b=config")
+        assert tab.inner_text("main").strip()
