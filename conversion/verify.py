@@ -175,14 +175,14 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     from megatron_retool.learner.checkpoint.load import load_model_weights
     from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.packing import Packer
-    from megatron_retool.learner.precision import Acceleration
+    from megatron_retool.learner.precision import acceleration_for
     from megatron_retool.learner.specs import build_transformer_config
 
     learner = load_config(overrides=["learner.dtype=float32"]).learner
     architecture = comparison.architecture
     layout = learner.layout(architecture)
     device = parallel.resolve_device(learner.device)
-    acceleration = Acceleration.detect()
+    acceleration = acceleration_for(learner, architecture)
     parallel.initialize(layout, device, seed=0)
     chunks = build_model_chunks(
         architecture, build_transformer_config(architecture, learner, layout, acceleration), acceleration

@@ -91,12 +91,13 @@ SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does no
 `use_routing_bias`) and reads only `rotary_dim`: a configuration without them, as transformers writes its defaults, is
 refused with it.
 
-Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
-Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
-refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
-converted says `deepseek_v3`, which SGLang and transformers know without code from the hub; so are Moonlight, and
-GLM-4.7-Flash (`glm4_moe_lite`). Weights that are published only in low precision (block FP8, and the INT4 of Kimi K2
-Thinking) are [made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
+Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, also where
+Transformer Engine is installed; what needs that, such as `learner.fp8.recipe`, is refused by name. SGLang on a CPU
+computes other log-probs for it, so that a run with such an engine is refused too. Kimi K2's `model_type`, `kimi_k2`, is
+the same family, and the tests admit it beside DeepSeek-V3; what is converted says `deepseek_v3`, which SGLang and
+transformers know without code from the hub; so are Moonlight, and GLM-4.7-Flash (`glm4_moe_lite`). Weights that are
+published only in low precision (block FP8, and the INT4 of Kimi K2 Thinking) are [made bfloat16
+first](cluster.md#2-models-and-data), by the conversion.
 
 Latents are normalised with `rms_norm_eps`. SGLang and vLLM do so, and so does Megatron-Core; transformers takes 1e-6
 whatever config.json says, as DeepSeek's own code does, whose models declare 1e-6. Moonlight and GLM-4.7-Flash declare
@@ -111,7 +112,7 @@ it computes every pair and drops those that were not chosen. The result is exact
 and each layer keeps a mask with a number for each pair until the backward pass, unless it is recomputed. Kernels that
 compute only chosen pairs need a GPU, and the learner does not use them. Of equal scores the earlier token's counts as
 larger. Packing, tensor, sequence, pipeline, context and expert parallelism and recomputation give the same numbers.
-Shared prefixes are refused by name; so are, as for all latents, Transformer Engine's layers and SGLang on a CPU.
+Shared prefixes are refused by name; so is, as for all latents, SGLang on a CPU.
 
 The indexer is frozen. Attention uses only its choice, which has no gradient, so that the policy's gradients are those
 of attention over the chosen tokens. The indexer's weights have no gradient, no weight decay and no optimizer state, and
@@ -140,7 +141,7 @@ leaves it out; so is `greedy` with groups, which SGLang would choose. SGLang nee
 `n_group` and `topk_group` in config.json, as the published ones have them.
 
 gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
-Megatron-Core's local layers on a CPU, is refused with CUDA or Transformer Engine, and with
+Megatron-Core's local layers on a CPU, is refused with CUDA, and with
 `learner.expert_tensor_parallel_size` above 1; common prefixes are not shared. Its published experts are MXFP4, which
 `conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model directory. SGLang's
 attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so are
@@ -150,12 +151,11 @@ calls is `rollout.multi_turn.format: harmony`.
 Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
 alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value
 heads. So does context parallelism, within a tensor-parallel rank: the ranks exchange their tokens for heads around the
-state and back, so that TP x CP has to divide the key heads. Transformer Engine's layers and shared prefixes are refused
-by name. SGLang's operators for a CPU want AMX; engines here have others in their place, with prefixes cached
-(`tools/sglang_cpu_engine`). The reference of an admission computes the delta rule token by token, in float64:
-transformers' own is float32 whatever the model is, and where decays are fast its chunks lose digits (gradients of the
-rule off by 7e-6, the learner's by 1e-7). A tiny model begins with slower decays than a new one of transformers, with
-which float32 of either is off by 4e-5.
+state and back, so that TP x CP has to divide the key heads. Shared prefixes are refused by name. SGLang's operators for
+a CPU want AMX; engines here have others in their place, with prefixes cached (`tools/sglang_cpu_engine`). The reference
+of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the model is,
+and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A tiny
+model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
 
 Granite 3 (`granite`, and `granitemoe` with experts) and Granite 4 (`granitemoehybrid`) multiply embeddings, attention
 scores and what layers add, and divide logits, by factors of config.json. Granite 4's h models (350M, 1B, Micro, Tiny,
@@ -165,7 +165,7 @@ parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_h
 vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
 models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
 parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
-each group. Transformer Engine's layers and shared prefixes are refused by name. SGLang's operators need a GPU; engines
+each group. Shared prefixes are refused by name. SGLang's operators need a GPU; engines
 on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one tensor, as gpt-oss's do:
 `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused for them;
 `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the place of

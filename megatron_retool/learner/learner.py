@@ -53,13 +53,18 @@ from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply, s
 from megatron_retool.learner.packing import Packer, Plan
 from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.pipeline import forward, forward_backward, reduce_over_ranks, sum_gradients
-from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+from megatron_retool.learner.precision import acceleration_for, check_precision, token_multiple
 from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.specs import build_transformer_config
 from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
-from megatron_retool.learner.teacher import last_hidden_states, teacher_of_rows, teachers_of
+from megatron_retool.learner.teacher import (
+    architectures_of_teachers,
+    last_hidden_states,
+    teacher_of_rows,
+    teachers_of,
+)
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import OwnParts, export_hf_weights
@@ -140,9 +145,8 @@ class Learner:
         parallel.use_host_threads(self.device, config.learner.threads)
         if config.trainer.deterministic:
             make_deterministic()
-        self.acceleration = Acceleration.detect()
-        if config.learner.match_engine == "exact":
-            self.acceleration = self.acceleration.local()
+        of_teachers = architectures_of_teachers(config, architecture) if with_teacher else []
+        self.acceleration = acceleration_for(config.learner, architecture, *of_teachers)
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         kernels = check_attention(config, architecture, self.layout, self.acceleration)
@@ -175,7 +179,7 @@ class Learner:
             if config.learner.lora.path and role == "actor":
                 adapters.begin_with_files(chunks, architecture, config.learner.lora)
         self.reference_chunks: list[PackedModel] | None = None
-        self.teachers = teachers_of(config, architecture, self.acceleration) if with_teacher else []
+        self.teachers = teachers_of(config, of_teachers, self.acceleration)
         if self.teachers:
             self.reference_chunks = [chunk for teacher in self.teachers for chunk in teacher.chunks]
         elif with_reference and not self._base_is_reference:

@@ -35,23 +35,13 @@ def check_performance(
     _check_experts(learner, architecture, layout, acceleration)
     _check_offloading(learner, architecture, acceleration)
     learner.check_optimizer("optimizer", optimizer, architecture)
-    if architecture.latent is not None and acceleration.transformer_engine:
-        raise ConfigError(
-            f"this {architecture.family} model has multi-head latent attention, which was never tried in Transformer "
-            "Engine's layers: train it where Transformer Engine is not installed"
-        )
-    if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
+    if architecture.attention_sinks and acceleration.cuda:
         raise ConfigError(
             f"this {architecture.family} model has attention sinks and biased experts, which only Megatron-"
-            "Core's local layers have, and only on a CPU: train it on a host without CUDA and Transformer Engine"
+            "Core's local layers have, and only on a CPU: train it on a host without CUDA"
         )
     if learner.share_prefixes and architecture.attention_sinks:
         raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")
-    if (architecture.linear_layers or architecture.attention_gate) and acceleration.transformer_engine:
-        raise ConfigError(
-            f"this {architecture.family} model has layers without attention, or gated attention, which were never "
-            "tried beside Transformer Engine's layers: train it where Transformer Engine is not installed"
-        )
     if learner.share_prefixes and architecture.indexer is not None:
         raise ConfigError(
             "learner.share_prefixes=true does not go with this model's sparse attention, whose indexer chooses keys of "

@@ -58,6 +58,8 @@ class Acceleration:
     apex: bool = False
     fused_weight_gradient: bool = False
     """Apex's kernel that adds weight gradients to the fp32 main gradients inside the matrix product."""
+    engine_unused: bool = False
+    """Transformer Engine is there, and the layers are Megatron-Core's own all the same."""
     flash_attention: str | None = None
     """What Transformer Engine takes on Hopper where it leaves cuDNN's attention: name and version of the package."""
 
@@ -81,18 +83,37 @@ class Acceleration:
 
     def local(self) -> Acceleration:
         """The same device with Megatron-Core's and torch's own layers and kernels."""
-        return replace(self, transformer_engine=None, apex=False, fused_weight_gradient=False, flash_attention=None)
+        return replace(
+            self,
+            transformer_engine=None,
+            apex=False,
+            fused_weight_gradient=False,
+            engine_unused=self.engine_unused or self.transformer_engine is not None,
+            flash_attention=None,
+        )
 
     def describe(self) -> str:
         """One line for the start of a run."""
         if not self.cuda:
             return f"CPU, {torch.get_num_threads()} thread(s); local layer spec, torch attention and Adam"
-        te = f"Transformer Engine {self.transformer_engine}" if self.transformer_engine else "no Transformer Engine"
+        without = "Transformer Engine unused" if self.engine_unused else "no Transformer Engine"
+        te = f"Transformer Engine {self.transformer_engine}" if self.transformer_engine else without
         return (
             f"{self.gpu_name} (sm{''.join(map(str, self.capability or ()))}); {te}; apex {_yes(self.apex)}; "
             f"fused weight gradients {_yes(self.fused_weight_gradient)}; "
             f"{'Transformer Engine' if self.transformer_engine else 'local'} layer spec"
         )
+
+
+def acceleration_for(learner: LearnerConfig, *architectures: Architecture) -> Acceleration:
+    """What this process uses for models that read the same micro-batches.
+
+    Where one of them needs Megatron-Core's own layers all of them have these: what attention is given of a micro-batch
+    depends on it. So do exact numbers (learner.match_engine).
+    """
+    found = Acceleration.detect()
+    own = learner.match_engine == "exact" or any(each.needs_local_layers for each in architectures)
+    return found.local() if own else found
 
 
 def _yes(value: bool) -> str:
@@ -126,6 +147,11 @@ def check_precision(
             raise ConfigError(
                 f"learner.fp8.recipe={recipe} needs a CUDA device with {width}, and this host has none: set "
                 "learner.fp8.recipe=null"
+            )
+        if acceleration.engine_unused:
+            raise ConfigError(
+                f"learner.fp8.recipe={recipe} needs Transformer Engine's layers, and this run's models are computed in "
+                "Megatron-Core's own: set learner.fp8.recipe=null"
             )
         if acceleration.transformer_engine is None:
             raise ConfigError(

@@ -86,17 +86,28 @@ class FrozenTeacher:
         return last.head_weight()
 
 
-def teachers_of(config: Config, policy: Architecture, acceleration: Acceleration) -> list[FrozenTeacher]:
-    """This rank's parts of all teachers that have a path, in the order of the configuration.
+def architectures_of_teachers(config: Config, policy: Architecture) -> list[Architecture]:
+    """Of the teachers that have a path, in the order of the configuration.
 
     Raises:
         ConfigError: see ``DistillationConfig.teacher_architectures``.
     """
-    distillation = config.algorithm.distillation
-    result = distillation.teacher_architectures(policy, config.learner, config.model.families)
-    pairs = zip(result, distillation.paths, strict=True)
+    return config.algorithm.distillation.teacher_architectures(policy, config.learner, config.model.families)
+
+
+def teachers_of(
+    config: Config, architectures: Sequence[Architecture], acceleration: Acceleration
+) -> list[FrozenTeacher]:
+    """This rank's parts of the teachers that have a path, in the order of the configuration.
+
+    Args:
+        architectures: of ``architectures_of_teachers``; none: there are no teachers.
+        acceleration: the policy's, for teachers read its micro-batches.
+    """
+    paths = config.algorithm.distillation.paths if architectures else []
     return [
-        FrozenTeacher(config.learner, config.trainer, architecture, path, acceleration) for architecture, path in pairs
+        FrozenTeacher(config.learner, config.trainer, architecture, path, acceleration)
+        for architecture, path in zip(architectures, paths, strict=True)
     ]
 
 

@@ -224,11 +224,11 @@ class _OneRank:
         from megatron_retool.learner.exact import place
         from megatron_retool.learner.model import build_model_chunks
         from megatron_retool.learner.packing import Packer
-        from megatron_retool.learner.precision import Acceleration
+        from megatron_retool.learner.precision import acceleration_for
         from megatron_retool.learner.specs import build_transformer_config
         from megatron_retool.learner.weights import load_hf_weights
 
-        acceleration = Acceleration.detect()
+        acceleration = acceleration_for(self._settings, self._architecture)
         config = build_transformer_config(self._architecture, self._settings, self._layout, acceleration)
         (model,) = build_model_chunks(self._architecture, config, acceleration)
         load_hf_weights([model], self._architecture, self._path)

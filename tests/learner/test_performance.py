@@ -21,7 +21,7 @@ from megatron_retool.learner.performance import (
     optimizer_state_options,
     pipeline_options,
 )
-from megatron_retool.learner.precision import RECOMPUTE_MODULES, optimizer_options
+from megatron_retool.learner.precision import RECOMPUTE_MODULES, Acceleration, acceleration_for, optimizer_options
 from megatron_retool.planning.models import MODELS, preset
 from tests.conversion.model.test_layout import DENSE, EXPERTS, LATENT, LINEAR, SINKS, SPARSE
 from tests.learner.test_precision import BARE_H200, CPU, H200
@@ -34,15 +34,19 @@ BEST = replace(EXPERTS, router_groups=(2, 1), router_group_score="best")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_needs_local_layers_is_what_transformer_engine_is_refused_for(name: str) -> None:
+def test_models_get_the_layers_that_have_their_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Acceleration, "detect", lambda: ENGINE)
     model = preset(name)
-    if not model.needs_local_layers:
-        check({}, model=model)
-        return
-    with pytest.raises(
-        ConfigError, match="where Transformer Engine is not installed|without CUDA and Transformer Engine"
-    ):
-        check({}, model=model)
+    chosen = acceleration_for(LearnerConfig(), model)
+    assert (chosen.transformer_engine is None) is chosen.engine_unused is model.needs_local_layers
+    if model.attention_sinks:
+        with pytest.raises(ConfigError, match="train it on a host without CUDA"):
+            check({}, model=model, machine=chosen)
+    else:
+        check({}, model=model, machine=chosen)
+    # A teacher reads the policy's micro-batches.
+    assert acceleration_for(LearnerConfig(), DENSE, model) == chosen
+    assert acceleration_for(LearnerConfig(match_engine="exact"), model) == ENGINE.local()
 
 
 def check(
@@ -58,11 +62,9 @@ def check(
     [
         ({"moe_permute_fusion": True}, {}, {"model": DENSE}, "moe_permute_fusion needs a mixture-of-experts model"),
         ({"moe_permute_fusion": True}, {}, {"machine": BARE_H200}, "needs CUDA and Transformer Engine: set learner"),
-        ({}, {}, {"model": LATENT}, "multi-head latent attention, which was never tried"),
         ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* only on a CPU: train it on a host without"),
         ({}, {}, {"model": SINKS, "machine": BARE_H200}, "attention sinks and biased experts"),
         ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
-        ({}, {}, {"model": LINEAR}, "layers without attention, or gated attention, which were never"),
         ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "not go with this model's layers without"),
         ({"share_prefixes": True}, {}, {"model": SPARSE, "machine": CPU}, "does not go with this model's sparse atte"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),

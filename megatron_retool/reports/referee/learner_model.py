@@ -79,13 +79,13 @@ def read_learner(
     from megatron_retool.learner import parallel
     from megatron_retool.learner.model import build_model_chunks
     from megatron_retool.learner.packing import Packer
-    from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+    from megatron_retool.learner.precision import acceleration_for, check_precision, token_multiple
     from megatron_retool.learner.routing_replay import RoutingReplay
     from megatron_retool.learner.specs import build_transformer_config
 
     config = step.config
     settings = single_rank(config.learner)
-    acceleration = Acceleration.detect()
+    acceleration = acceleration_for(settings, architecture)
     check_precision(settings, settings.optimizer, architecture, acceleration)
     layout, device = settings.layout(architecture), parallel.resolve_device("auto")
     parallel.initialize(layout, device, config.trainer.seed)
