@@ -141,12 +141,13 @@ leaves it out; so is `greedy` with groups, which SGLang would choose. SGLang nee
 `n_group` and `topk_group` in config.json, as the published ones have them.
 
 gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
-Megatron-Core's local layers on a CPU, is refused with CUDA, and with
-`learner.expert_tensor_parallel_size` above 1; common prefixes are not shared. Its published experts are MXFP4, which
-`conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model directory. SGLang's
-attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so are
-`weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of tool
-calls is `rollout.multi_turn.format: harmony`.
+Megatron-Core's local layers, one expert after another; on a GPU torch's memory-efficient attention computes what the
+sinks take their share from, which has run on the tests' emulated device and on no card yet.
+`learner.expert_tensor_parallel_size` above 1 is refused; common prefixes are not shared. Its published experts are
+MXFP4, which `conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model
+directory. SGLang's attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so
+are `weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of
+tool calls is `rollout.multi_turn.format: harmony`.
 
 Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
 alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value

@@ -35,11 +35,6 @@ def check_performance(
     _check_experts(learner, architecture, layout, acceleration)
     _check_offloading(learner, architecture, acceleration)
     learner.check_optimizer("optimizer", optimizer, architecture)
-    if architecture.attention_sinks and acceleration.cuda:
-        raise ConfigError(
-            f"this {architecture.family} model has attention sinks and biased experts, which only Megatron-"
-            "Core's local layers have, and only on a CPU: train it on a host without CUDA"
-        )
     if learner.share_prefixes and architecture.attention_sinks:
         raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")
     if learner.share_prefixes and architecture.indexer is not None:

@@ -11,10 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_host_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_host_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Of a GPU's kernels the one that takes a mask and any compute capability from 5.0 on.
+_gpu_forward = torch.ops.aten._scaled_dot_product_efficient_attention
+_gpu_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+_MASK_ALIGNMENT = 8
+"""Elements that the strides of a GPU's mask have to be a multiple of (preprocess_mask of torch's attention.cpp)."""
 
 
 def sink_attention(
@@ -22,7 +29,7 @@ def sink_attention(
 ) -> Tensor:
     """[B, L, heads, d] queries, [B, K, groups, d] keys and values, sinks [heads] -> [B, L, heads, d], differentiable.
 
-    On the CPU; each query has to see a key.
+    Each query has to see a key.
 
     Args:
         mask: bool, which keys a query sees, [L, K] or [B, 1, L, K]; None: all up to itself, and L = K.
@@ -33,7 +40,10 @@ def sink_attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     hidden = None
     if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        hidden = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        if query.is_cuda:
+            padded = F.pad(hidden, (0, -mask.size(-1) % _MASK_ALIGNMENT))[..., : mask.size(-1)]
+            hidden = padded.expand(*query.shape[:-1], key.size(2))
     out: Tensor = _SinkAttention.apply(query, key, value, sinks, hidden, scale)
     return out.transpose(1, 2)
 
@@ -45,18 +55,30 @@ class _SinkAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        out, logarithm = _forward(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        causal = mask is None
+        if query.is_cuda:
+            # The logarithms' rows are padded, with infinities; a seed and an offset are of the dropout, which is none.
+            out, logarithm, *dropped = _gpu_forward(query, key, value, mask, True, 0.0, causal, scale=scale)
+        else:
+            out, logarithm, *dropped = _host_forward(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
         total = torch.logaddexp(logarithm, sinks.to(logarithm.dtype)[:, None])
-        out = (out * (logarithm - total).exp_().unsqueeze(-1)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, mask, out, total)
+        share = (logarithm - total)[..., : query.size(2)].exp_()
+        out = (out * share.unsqueeze(-1)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, mask, out, total, *dropped)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, sinks, mask, out, total = ctx.saved_tensors
-        grad = grad.contiguous()
-        grads = _backward(grad, query, key, value, out, total, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+        query, key, value, sinks, mask, out, total, *dropped = ctx.saved_tensors
+        grad, causal, scale = grad.contiguous(), mask is None, ctx.scale
+        of_attention = (grad, query, key, value)
+        if query.is_cuda:
+            wanted = [True, True, True, False]
+            grads = _gpu_backward(*of_attention, mask, out, total, *dropped, 0.0, wanted, causal, scale=scale)[:3]
+        else:
+            grads = _host_backward(*of_attention, out, total, 0.0, causal, attn_mask=mask, scale=scale)
+        total = total[..., : query.size(2)]
         # The sink's own value is zero: what it takes, it takes from the output.
         share = (sinks.to(total.dtype)[:, None] - total).exp_()
         grad_sinks = -(share * (grad * out).sum(-1)).sum((0, 2))

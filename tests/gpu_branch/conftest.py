@@ -32,6 +32,9 @@ def _start(engine: bool, capability: tuple[int, int]) -> None:
         device_kernels.install(kernels.FOLDER)
     else:
         import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
+    from tests.gpu_branch import efficient_attention
+
+    efficient_attention.install(fake_device.kernel)
 
 
 @pytest.fixture(scope="package")

@@ -5,6 +5,7 @@ Nothing of it runs: numbers and speed are not seen here.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -27,16 +28,18 @@ from tests.learner.transformer_engine import kernels
 AMPERE, ADA, HOPPER, BLACKWELL = SHARED_BYTES
 TOKENS = 1000
 """How many a micro-batch has; blocks of 128 do not divide them."""
-FUSED = "megatron.core.fusions.fused_bias_swiglu."
+FUSED = "megatron.core.fusions."
 EXPERT_BIAS = "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
 ACTIVATIONS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "swiglu": ((TOKENS, 9728),),
-    "swiglu_back": ((TOKENS, 4864), (TOKENS, 9728)),
-    "weighted_swiglu": ((TOKENS, 1536), (TOKENS, 1)),
-    "weighted_swiglu_back": ((TOKENS, 768), (TOKENS, 1536), (TOKENS, 1)),
+    "fused_bias_swiglu.swiglu": ((TOKENS, 9728),),
+    "fused_bias_swiglu.swiglu_back": ((TOKENS, 4864), (TOKENS, 9728)),
+    "fused_bias_swiglu.weighted_swiglu": ((TOKENS, 1536), (TOKENS, 1)),
+    "fused_bias_swiglu.weighted_swiglu_back": ((TOKENS, 768), (TOKENS, 1536), (TOKENS, 1)),
+    "fused_bias_geglu.quick_gelu": ((TOKENS, 2880),),
 }
-"""Shapes of the arguments: Qwen2.5-0.5B's, and those of an expert of Qwen3-30B-A3B."""
+"""Shapes of the arguments: Qwen2.5-0.5B's, those of an expert of Qwen3-30B-A3B, and of one of gpt-oss, whose gradient
+autograd makes."""
 COMPILED = {
     *(FUSED + name for name in ACTIVATIONS),
     EXPERT_BIAS,
@@ -154,11 +157,14 @@ def _as_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _activation(name: str, dtype: torch.dtype) -> list[Kernel]:
-    from megatron.core.fusions import fused_bias_swiglu
-
-    function = _as_on_a_gpu(getattr(fused_bias_swiglu, name))
-    arguments = [torch.randn(shape, dtype=torch.float32 if shape[1] == 1 else dtype) for shape in ACTIVATIONS[name]]
-    with torch.no_grad():
+    module, own_name = name.split(".")
+    function = _as_on_a_gpu(getattr(importlib.import_module(FUSED + module), own_name))
+    learned = own_name == "quick_gelu"
+    arguments = [
+        torch.randn(shape, dtype=torch.float32 if shape[1] == 1 else dtype, requires_grad=learned)
+        for shape in ACTIVATIONS[name]
+    ]
+    with torch.set_grad_enabled(learned):
         return device_compiler.kernels_of(function, *arguments)
 
 

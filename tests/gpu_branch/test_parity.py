@@ -20,7 +20,6 @@ from megatron_retool.admission.layouts import Case, cases
 from megatron_retool.admission.parity import compare, load_checkpoint, save_checkpoint, too_far, write_reference
 from megatron_retool.admission.requests import Request, shrunk_config
 from megatron_retool.admission.tiny_model import converted, random_model, save_model
-from megatron_retool.config import ConfigError
 from megatron_retool.planning.models import MODELS, model_of_each_family, preset
 from tests.gpu_branch import device_kernels
 from tests.gpu_branch.conftest import Run
@@ -32,13 +31,12 @@ Cases = dict[str, tuple[str, ...]]
 
 DENSE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo3", "qwen2")
 EXPERTS = ("glm4_moe", "minimax_m2")
-REFUSED = {"gpt_oss"}
-"""On any GPU."""
 ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
     "qwen3": ("one process", "unpacked", "recompute", "shared prefixes"),
     "qwen3_moe": ("one process", "unpacked, recompute", "shared prefixes"),
     # Local layers beside an installed Transformer Engine.
     "deepseek_v3": ("one process",),
+    "gpt_oss": ("one process",),
     "qwen3_next": ("one process",),
 }
 TWO = {
@@ -48,6 +46,7 @@ TWO = {
     "olmo2": ("tp2 sp", "cp2"),
     "glm4_moe": ("ep2 tp2",),
     "deepseek_v3": ("tp2 sp",),
+    "gpt_oss": ("tp2 sp", "cp2", "ep2"),
     "qwen3_next": ("cp2",),
 }
 LOCAL_ONE = {
@@ -56,6 +55,7 @@ LOCAL_ONE = {
     "mistral": ("one process",),
     "deepseek_v3": ("one process",),
     "deepseek_v32": ("one process",),
+    "gpt_oss": ("one process",),
     "qwen3_next": ("one process",),
 }
 LOCAL_TWO = {
@@ -127,7 +127,7 @@ def test_equals_transformers(engine: bool, world: int, layouts: Cases, reference
 @pytest.mark.parametrize("engine", [True, False])
 def test_every_other_family_equals_transformers(engine: bool, references: Any, on_gpus: Run) -> None:
     """Those that ``test_equals_transformers`` leaves out; without the engine those that need local layers."""
-    names = {family: name for family, name in model_of_each_family().items() if family not in REFUSED}
+    names = model_of_each_family()
     local = {family for family, name in names.items() if preset(name).needs_local_layers}
     families = names.keys() - ONE.keys() if engine else local - LOCAL_ONE.keys()
     _hold(references, on_gpus, engine, 1, dict.fromkeys(sorted(families), ("one process",)))
@@ -189,17 +189,3 @@ def test_another_layout_goes_on_from_a_checkpoint(engine: bool, family: str, ref
     convert(directory, converted(directory), workers=1, require_tokenizer=False)
     for function, layout in ((save_checkpoint, "tp2 sp"), (load_checkpoint, "pp2")):
         assert on_gpus(_save_or_load, function, directory, layout, world=2, engine=engine) == ({}, [])
-
-
-def _build(directory: Path) -> str:
-    (case,) = cases(Architecture.from_pretrained(directory), ("one process",))
-    try:
-        compare(case, directory)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("engine", [True, False])
-def test_what_a_gpu_cannot_train_is_refused(engine: bool, references: Any, on_gpus: Run) -> None:
-    assert "attention sinks" in on_gpus(_build, references("gpt_oss", 2), engine=engine)

@@ -64,6 +64,23 @@ def test_it_is_transformers(kind: str, dtype: torch.dtype, tolerance: float) -> 
         assert (one.double() - other).norm() <= tolerance * other.norm()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_torchs_kernels_for_a_gpu_take_what_they_are_given(masked: bool) -> None:
+    """Their own functions of shapes, without a GPU; tests/gpu_branch has the numbers."""
+    from megatron_retool.learner import sinks
+
+    with torch.device("meta"):
+        query, key = torch.empty(2, 4, 70, 16), torch.empty(2, 4, 70, 16)
+        mask = torch.empty(1, 1, 70, 72)[..., :70].expand(2, 4, 70, 70) if masked else None
+        out, logarithm, *dropped = sinks._gpu_forward(query, key, key, mask, True, 0.0, not masked, scale=SCALE)
+        assert out.shape == query.shape and logarithm.shape == (2, 4, 96)
+        wanted = [True, True, True, False]
+        grads = sinks._gpu_backward(
+            out, query, key, key, mask, out, logarithm, *dropped, 0.0, wanted, not masked, scale=SCALE
+        )
+    assert [grad.shape for grad in grads[:3]] == [query.shape, key.shape, key.shape]
+
+
 def test_a_sink_takes_probability() -> None:
     """Without it, and with one that is far below every score, attention is the plain one."""
     from megatron_retool.learner.sinks import sink_attention
