@@ -19,13 +19,14 @@ def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[
     while start < len(ids):
         before = list(ids[max(0, start - 1) : start])
         known = len(decode(before)) if before else 0
-        for end in range(start + 1, min(start + _LONGEST_CHARACTER, len(ids)) + 1):
-            text = decode([*before, *ids[start:end]])[known:]
-            if not text.endswith(_BROKEN):
+        end, text = start, ""
+        for stop in range(start + 1, min(start + _LONGEST_CHARACTER, len(ids)) + 1):
+            read = decode([*before, *ids[start:stop]])[known:]
+            # Bytes that are no character are marks: the first token's own, or one of several tokens together.
+            if end == start or read == _BROKEN or not read.endswith(_BROKEN):
+                end, text = stop, read
+            if not read.endswith(_BROKEN):
                 break
-        else:
-            # No character: the tokens are bytes that are none, and each is its own mark.
-            end, text = start + 1, decode([*before, ids[start]])[known:]
         texts += [""] * (end - start - 1) + [text]
         start = end
     return texts

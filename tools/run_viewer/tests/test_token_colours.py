@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from run_viewer.columns import KINDS, colour, largest_shown, rejection_reasons, token_columns
@@ -88,6 +88,8 @@ def test_one_wild_token_does_not_take_the_colour_from_all_others():
 
 @settings(deadline=None)  # machines that test may be busy
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@example("\N{REPLACEMENT CHARACTER}")
+@example("é\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}東")
 def test_the_texts_of_all_tokens_are_the_text(text: str):
     """Bytes as tokens, so that characters are spread over several."""
     ids = list(text.encode())
