@@ -59,12 +59,7 @@ from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.specs import build_transformer_config
 from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
-from megatron_retool.learner.teacher import (
-    architectures_of_teachers,
-    last_hidden_states,
-    teacher_of_rows,
-    teachers_of,
-)
+from megatron_retool.learner.teacher import last_hidden_states, teacher_of_rows, teachers_of
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import OwnParts, export_hf_weights
@@ -145,7 +140,10 @@ class Learner:
         parallel.use_host_threads(self.device, config.learner.threads)
         if config.trainer.deterministic:
             make_deterministic()
-        of_teachers = architectures_of_teachers(config, architecture) if with_teacher else []
+        of_teachers: list[Architecture] = []
+        if with_teacher:
+            distillation = config.algorithm.distillation
+            of_teachers = distillation.teacher_architectures(architecture, config.learner, config.model.families)
         self.acceleration = acceleration_for(config.learner, architecture, *of_teachers)
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _host_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _host_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Of a GPU's kernels the one that takes a mask and any compute capability from 5.0 on.
+# The GPU kernel that takes a mask; it runs on compute capability 5.0 and above.
 _gpu_forward = torch.ops.aten._scaled_dot_product_efficient_attention
 _gpu_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 

@@ -86,22 +86,13 @@ class FrozenTeacher:
         return last.head_weight()
 
 
-def architectures_of_teachers(config: Config, policy: Architecture) -> list[Architecture]:
-    """Of the teachers that have a path, in the order of the configuration.
-
-    Raises:
-        ConfigError: see ``DistillationConfig.teacher_architectures``.
-    """
-    return config.algorithm.distillation.teacher_architectures(policy, config.learner, config.model.families)
-
-
 def teachers_of(
     config: Config, architectures: Sequence[Architecture], acceleration: Acceleration
 ) -> list[FrozenTeacher]:
     """This rank's parts of the teachers that have a path, in the order of the configuration.
 
     Args:
-        architectures: of ``architectures_of_teachers``; none: there are no teachers.
+        architectures: of ``DistillationConfig.teacher_architectures``; none: there are no teachers.
         acceleration: the policy's, for teachers read its micro-batches.
     """
     paths = config.algorithm.distillation.paths if architectures else []

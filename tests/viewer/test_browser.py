@@ -333,7 +333,7 @@ def test_a_run_that_trains_is_drawn_anew_by_itself(tab, tmp_path: Path) -> None:
 
 
 def test_runs_of_another_stack_are_shown_with_what_they_have(tab, tmp_path: Path) -> None:
-    """No texts, timings, segments or columns of a learner; and a run that has config.yaml alone."""
+    """One run has neither texts nor timings, segments or a learner's columns; the other has only config.yaml."""
     for name in ("rollouts", "config"):
         (tmp_path / name / "rollouts").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("lr: 1\n")

@@ -22,7 +22,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Tokenizers:
-    """Of the folders that a run keeps, so that a copied run can be read; of older ones the model's."""
+    """A run's own tokenizer, so that a copied run can be read; where it keeps none, its model's."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[Path, Decode] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A run that another stack wrote, with the columns of run_files' README alone: its pages, its export, its text."""
+"""A run of another stack, with only the columns that run_files' README asks for: its pages, its export, its text."""
 
 import asyncio
 import doctest
