@@ -182,7 +182,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     architecture = comparison.architecture
     layout = learner.layout(architecture)
     device = parallel.resolve_device(learner.device)
-    acceleration = acceleration_for(learner, architecture)
+    acceleration = acceleration_for(learner)
     parallel.initialize(layout, device, seed=0)
     chunks = build_model_chunks(
         architecture, build_transformer_config(architecture, learner, layout, acceleration), acceleration
@@ -197,7 +197,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         _quantize_and_dequantize(model, architecture, power_of_two=_stored_powers_of_two(comparison.hf_dir))
     model.eval()
 
-    packer = Packer(layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.transformer_engine is None)
+    packer = Packer(layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.packs_attention(architecture))
     sequences, length = ids.shape
     logits = torch.empty(sequences * (length - 1), architecture.vocab_size)
     for micro_batch in packer.micro_batches(_batch(ids)):

@@ -208,8 +208,8 @@ class Architecture:
         return 2 * self.num_layers - len(self.layers_without_mixer) - len(self.layers_without_mlp)
 
     @property
-    def needs_local_layers(self) -> bool:
-        """Whether the learner trains it only in Megatron-Core's own layers, and not in Transformer Engine's."""
+    def needs_packed_attention(self) -> bool:
+        """Whether the learner computes its attention and its states itself, also beside Transformer Engine's layers."""
         return bool(self.latent or self.attention_sinks or self.linear_layers or self.attention_gate)
 
     @property

@@ -91,13 +91,14 @@ SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does no
 `use_routing_bias`) and reads only `rotary_dim`: a configuration without them, as transformers writes its defaults, is
 refused with it.
 
-Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, also where
-Transformer Engine is installed; what needs that, such as `learner.fp8.recipe`, is refused by name. SGLang on a CPU
-computes other log-probs for it, so that a run with such an engine is refused too. Kimi K2's `model_type`, `kimi_k2`, is
-the same family, and the tests admit it beside DeepSeek-V3; what is converted says `deepseek_v3`, which SGLang and
-transformers know without code from the hub; so are Moonlight, and GLM-4.7-Flash (`glm4_moe_lite`). Weights that are
-published only in low precision (block FP8, and the INT4 of Kimi K2 Thinking) are [made bfloat16
-first](cluster.md#2-models-and-data), by the conversion.
+Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) is computed in torch, as are the attention sinks and the
+states below. On a GPU the linear layers around them, the norms, MLPs and experts are Transformer Engine's, with
+`learner.fp8.recipe` in FP8 too; the projections down to the latents stay in the model's dtype. Tested on the emulated
+device, not run on a card yet. SGLang on a CPU computes other log-probs for latent attention, so that a run with such an
+engine is refused. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3;
+what is converted says `deepseek_v3`, which SGLang and transformers know without code from the hub; so are Moonlight,
+and GLM-4.7-Flash (`glm4_moe_lite`). Weights that are published only in low precision (block FP8, and the INT4 of Kimi
+K2 Thinking) are [made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
 
 Latents are normalised with `rms_norm_eps`. SGLang and vLLM do so, and so does Megatron-Core; transformers takes 1e-6
 whatever config.json says, as DeepSeek's own code does, whose models declare 1e-6. Moonlight and GLM-4.7-Flash declare
@@ -140,37 +141,34 @@ replay knows too; `learner.moe_router_fusion` is refused with it. `norm_topk_pro
 leaves it out; so is `greedy` with groups, which SGLang would choose. SGLang needs `scoring_func`, `moe_layer_freq`,
 `n_group` and `topk_group` in config.json, as the published ones have them.
 
-gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
-Megatron-Core's local layers, one expert after another; on a GPU torch's memory-efficient attention computes what the
-sinks take their share from, which has run on the tests' emulated device and on no card yet.
-`learner.expert_tensor_parallel_size` above 1 is refused; common prefixes are not shared. Its published experts are
-MXFP4, which `conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model
-directory. SGLang's attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so
-are `weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of
-tool calls is `rollout.multi_turn.format: harmony`.
+gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. On a GPU torch's
+memory-efficient attention computes what the sinks take their share from. `learner.expert_tensor_parallel_size` above 1
+is refused; common prefixes are not shared. Its published experts are MXFP4, which `conversion/hf_to_mcore.py` makes
+bfloat16 and `conversion/mcore_to_hf.py` then writes as a model directory. SGLang's attention on a CPU has no sinks, so
+that a run with such an engine is refused; of engines on GPUs so are `weight_sync.verify`, `weight_sync.round_to` and
+FP8, which do not know experts in one tensor. Its own format of tool calls is `rollout.multi_turn.format: harmony`.
 
-Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
-alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value
-heads. So does context parallelism, within a tensor-parallel rank: the ranks exchange their tokens for heads around the
-state and back, so that TP x CP has to divide the key heads. Shared prefixes are refused by name. SGLang's operators for
-a CPU want AMX; engines here have others in their place, with prefixes cached (`tools/sglang_cpu_engine`). The reference
-of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the model is,
-and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A tiny
-model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
+Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, are computed in torch: sequences are packed, each
+begins with an empty state, and tensor parallelism splits key heads with their value heads. So does context parallelism,
+within a tensor-parallel rank: the ranks exchange their tokens for heads around the state and back, so that TP x CP has
+to divide the key heads. Shared prefixes are refused by name. SGLang's operators for a CPU want AMX; engines here have
+others in their place, with prefixes cached (`tools/sglang_cpu_engine`). The reference of an admission computes the
+delta rule token by token, in float64: transformers' own is float32 whatever the model is, and where decays are fast its
+chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A tiny model begins with slower decays
+than a new one of transformers, with which float32 of either is off by 4e-5.
 
 Granite 3 (`granite`, and `granitemoe` with experts) and Granite 4 (`granitemoehybrid`) multiply embeddings, attention
 scores and what layers add, and divide logits, by factors of config.json. Granite 4's h models (350M, 1B, Micro, Tiny,
-Small) have Mamba-2 in most layers; the others have attention in all. Mamba-2 trains as gated delta nets do: in
-Megatron-Core's local layers, in plain torch, over packed sequences that each begin with an empty state. Context
-parallelism exchanges tokens for heads, so that TP x CP has to divide `mamba_n_heads`; all heads share one group of
-vectors, and ranks take copies of them. Tensor parallelism splits groups, as in Megatron-Core, so that Granite 4's h
-models, which have one, take none (`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data
-parallelism are theirs. More than one group is refused: transformers normalises all heads together there, and SGLang
-each group. Shared prefixes are refused by name. SGLang's operators need a GPU; engines
-on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts lie in one tensor, as gpt-oss's do:
-`weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded` are refused for them;
-`weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps -exp(A_log) in the place of
-A_log.
+Small) have Mamba-2 in most layers; the others have attention in all. Mamba-2 trains as gated delta nets do: in plain
+torch, over packed sequences that each begin with an empty state. Context parallelism exchanges tokens for heads, so
+that TP x CP has to divide `mamba_n_heads`; all heads share one group of vectors, and ranks take copies of them. Tensor
+parallelism splits groups, as in Megatron-Core, so that Granite 4's h models, which have one, take none
+(`learner.tensor_model_parallel_size: 1`): pipeline, context, expert and data parallelism are theirs. More than one
+group is refused: transformers normalises all heads together there, and SGLang each group. Shared prefixes are refused
+by name. SGLang's operators need a GPU; engines on a CPU have others in their place (`tools/sglang_cpu_engine`). Experts
+lie in one tensor, as gpt-oss's do: `weight_sync.verify`, `weight_sync.round_to`, FP8 and `weight_sync.method=sharded`
+are refused for them; `weight_sync.verify` and `weight_sync.delta` are for all h models, because SGLang keeps
+-exp(A_log) in the place of A_log.
 
 In Nemotron-H, Nemotron Nano 2 and Nemotron 3 (`nemotron_h`) a layer is only one half of a usual one: Mamba-2, attention
 without positions, an MLP or experts, as `hybrid_override_pattern` says. MLPs and experts have no gate and square their

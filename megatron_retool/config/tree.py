@@ -301,6 +301,10 @@ def _check_exact(learner: LearnerConfig, rollout: RolloutConfig, weight_sync: We
             weight_sync.round_to is not None,
             "engines would have other weights: set it to null",
         ),
+        f"learner.fp8.recipe={learner.fp8.recipe}": (
+            learner.fp8.recipe is not None,
+            "products are computed in learner.dtype: set it to null",
+        ),
         f"learner.lora.rank={learner.lora.rank}": (bool(learner.lora.rank), "adapters are missing: set it to 0"),
         "learner.mtp.train=true": (learner.mtp.train, "layers for multi-token prediction are missing: set it to false"),
     }

@@ -1,4 +1,7 @@
-"""Layer modules for machines without Transformer Engine: RMSNorm, and rotary causal attention over packed sequences.
+"""Layer modules of the learner's own: RMSNorm, and rotary causal attention over packed sequences.
+
+Machines without Transformer Engine use all of them. Beside it, attention does where Transformer Engine's knows no
+shared prefixes, or does not know the model's kind of attention (``Architecture.needs_packed_attention``).
 
 Attention runs on torch's scaled_dot_product_attention.  Packed sequences of similar length become one padded batch
 (``Bucket``): a call per sequence would cost more than the arithmetic of short sequences.  Under context
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +66,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None, zero_centered: bool) 
         return F.rms_norm(x, weight.shape, weight, eps)
     # On the host torch's own is a dozen passes over memory.
     return _HostRMSNorm.apply(x, weight, eps)
+
+
+class ParallelLinears(NamedTuple):
+    """The classes of a layer's linear layers that tensor parallelism splits."""
+
+    column: type[Any]
+    row: type[Any]
+
+
+LOCAL_LINEARS = ParallelLinears(ColumnParallelLinear, RowParallelLinear)
 
 
 class SwiGLUMLP(MLP):

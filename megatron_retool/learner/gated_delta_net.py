@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conversion.model.attention_config import DeltaNetSizes
-from megatron_retool.learner.attention import LocalPackedSequences
+from megatron_retool.learner.attention import LOCAL_LINEARS, LocalPackedSequences, ParallelLinears
 from megatron_retool.learner.delta_rule import gated_delta_rule
 from megatron_retool.learner.recurrent import RecurrentLayer
 
@@ -24,10 +24,18 @@ class GatedDeltaNet(RecurrentLayer):
 
     Args:
         sizes: of all ranks together.
+        linears: see ``RecurrentLayer``.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaNetSizes, **_: Any) -> None:
-        super().__init__(config, sizes, sizes.key_heads, sizes.value_heads, bias=False)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: DeltaNetSizes,
+        linears: ParallelLinears = LOCAL_LINEARS,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, sizes, sizes.key_heads, sizes.value_heads, linears, bias=False)
         self.sizes = sizes
         self.share = sizes.value_heads // sizes.key_heads
         self.out_norm = GatedRMSNorm(config, sizes.value_dim)

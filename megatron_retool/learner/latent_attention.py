@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.extensions.transformer_engine import set_save_original_input
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -24,7 +24,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conversion.model.attention_config import IndexerSizes, LatentSizes
-from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm
+from megatron_retool.learner.attention import (
+    LOCAL_LINEARS,
+    LocalPackedSequences,
+    PackedAttention,
+    ParallelLinears,
+    RMSNorm,
+)
 from megatron_retool.learner.sparse_attention import SparseAttention
 
 
@@ -37,6 +43,7 @@ class LatentAttention(MegatronModule):
     Args:
         sizes: of the latents.
         rotated: features of each head that positions rotate; ``config.kv_channels`` has them and the others together.
+        linears: of the projections that are split by heads.
         indexer: of what chooses the keys that a query sees; None: it sees all of its past.
         shared_choices: see ``Architecture.shared_choices``.
     """
@@ -47,6 +54,7 @@ class LatentAttention(MegatronModule):
         layer_number: int,
         sizes: LatentSizes,
         rotated: int,
+        linears: ParallelLinears = LOCAL_LINEARS,
         indexer: IndexerSizes | None = None,
         shared_choices: Collection[int] = (),
         pg_collection: Any = None,
@@ -60,21 +68,20 @@ class LatentAttention(MegatronModule):
             "config": config,
             "init_method": config.init_method,
             "bias": False,
+            "is_expert": False,
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
         }
-        column: dict[str, Any] = {**options, "gather_output": False}
+        column: dict[str, Any] = {**options, "gather_output": False, "skip_bias_add": False}
         queries = heads * config.kv_channels
         if sizes.query_rank is None:
-            self.linear_q_proj = ColumnParallelLinear(hidden, queries, **column)
+            self.linear_q_proj = linears.column(hidden, queries, **column)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, sizes.query_rank)
             self.q_layernorm = RMSNorm(config, sizes.query_rank, sizes.norm_eps)
-            self.linear_q_up_proj = ColumnParallelLinear(sizes.query_rank, queries, **column)
+            self.linear_q_up_proj = linears.column(sizes.query_rank, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, sizes.key_value_rank + rotated)
         self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, sizes.norm_eps)
-        self.linear_kv_up_proj = ColumnParallelLinear(
-            sizes.key_value_rank, heads * (self.plain + sizes.value_dim), **column
-        )
+        self.linear_kv_up_proj = linears.column(sizes.key_value_rank, heads * (self.plain + sizes.value_dim), **column)
         core: dict[str, Any] = {"softmax_scale": config.softmax_scale, "pg_collection": pg_collection}
         if indexer is None:
             self.core_attention = PackedAttention(config, layer_number, None, "self", **core)
@@ -88,9 +95,14 @@ class LatentAttention(MegatronModule):
                 "is_shared": layer_number in shared_choices,
             }
             self.core_attention = SparseAttention(config, layer_number, None, "self", **core, **sparse)
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = linears.row(
             heads * sizes.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **options
         )
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Keep the norm's output for the backward pass, which computes it again, and not what FP8 makes of it."""
+        if self.sizes.query_rank is None:  # other projections of it compute in the model's dtype
+            set_save_original_input(self.linear_q_proj)
 
     def forward(
         self,

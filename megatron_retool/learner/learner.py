@@ -144,7 +144,9 @@ class Learner:
         if with_teacher:
             distillation = config.algorithm.distillation
             of_teachers = distillation.teacher_architectures(architecture, config.learner, config.model.families)
-        self.acceleration = acceleration_for(config.learner, architecture, *of_teachers)
+        self.acceleration = acceleration_for(config.learner)
+        read_together = (architecture, *of_teachers)
+        self._attention_buckets = any(self.acceleration.packs_attention(each) for each in read_together)
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         kernels = check_attention(config, architecture, self.layout, self.acceleration)
@@ -210,7 +212,7 @@ class Learner:
             self.device,
             quadratic_cost=flops.quadratic_cost(self.architecture),
             token_multiple=token_multiple(learner),
-            attention_buckets=self.acceleration.transformer_engine is None,
+            attention_buckets=self._attention_buckets,
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
             pairs_per_call=2e6 / (self.architecture.query_size / self.layout.tensor),
             predictors=self.architecture.predictors,

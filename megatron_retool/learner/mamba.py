@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conversion.model.attention_config import MambaSizes
-from megatron_retool.learner.attention import LocalPackedSequences
+from megatron_retool.learner.attention import LOCAL_LINEARS, LocalPackedSequences, ParallelLinears
 from megatron_retool.learner.recurrent import RecurrentLayer, split_by_heads
 from megatron_retool.learner.state_space import state_space
 
@@ -24,10 +24,18 @@ class Mamba2(RecurrentLayer):
 
     Args:
         sizes: of all ranks together.
+        linears: see ``RecurrentLayer``.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, sizes: MambaSizes, **_: Any) -> None:
-        super().__init__(config, sizes, sizes.groups, sizes.heads, bias=True)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: MambaSizes,
+        linears: ParallelLinears = LOCAL_LINEARS,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, sizes, sizes.groups, sizes.heads, linears, bias=True)
         self.sizes = sizes
         self.D = split_by_heads(torch.ones(sizes.heads), config)
         self.norm = NormOfGated(config, sizes.value_size, sizes.value_size // sizes.groups)

@@ -34,7 +34,7 @@ from megatron_retool.learner.positions import query_growth
 from megatron_retool.learner.precision import Acceleration
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.specs import block_spec, predictor_spec
-from megatron_retool.learner.transformer_engine import choose_block_scales
+from megatron_retool.learner.transformer_engine import check_matrices, choose_block_scales
 
 if TYPE_CHECKING:
     from megatron_retool.learner.teacher_loss import TeacherLoss
@@ -95,7 +95,7 @@ class PackedModel(GPTModel):
                 vp_stage=vp_stage,
             )
         self.architecture = architecture
-        self.uses_transformer_engine = uses_engine
+        self._packs_attention = acceleration.packs_attention(architecture)
         frequencies = inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table, self._local_rotary_table = RotaryTable(frequencies), None
@@ -104,7 +104,7 @@ class PackedModel(GPTModel):
             self._local_rotary_table = RotaryTable(frequencies)
             self._local_rotary_pos_emb = copy.copy(self.rotary_pos_emb)
             self._local_rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
-        if uses_engine and config.context_parallel_size > 1:
+        if config.context_parallel_size > 1 and not self._packs_attention:
             for module in self.modules():
                 if isinstance(module, SelfAttention):
                     module.pg_collection = copy.copy(module.pg_collection)
@@ -178,7 +178,7 @@ class PackedModel(GPTModel):
             size = micro_batch.context_size
             lengths |= {"local_cp_size": size, "cp_group": parallel.context_group(size) if size > 1 else None}
         growth = query_growth(self.architecture, micro_batch.position_ids.squeeze(0))
-        if self.uses_transformer_engine and micro_batch.tree is None:
+        if not self._packs_attention and micro_batch.tree is None:
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q_padded=micro_batch.cu_seqlens,
@@ -371,7 +371,8 @@ def build_model_chunks(
 
     With ``share_prefixes`` it is for micro-batches of ``shared_packing.SharedPrefixPacker``.
     """
-    if config.fp8_recipe == "blockwise":
+    recipe = config.fp8_recipe if config.fp8 else config.fp4_recipe if config.fp4 else None
+    if recipe == "blockwise":
         choose_block_scales(acceleration.capability)
     stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size is not None:
@@ -389,6 +390,8 @@ def build_model_chunks(
             tied=architecture.tie_word_embeddings,
             share_prefixes=share_prefixes,
         )
+        if recipe is not None:
+            check_matrices(chunk, recipe)
         if acceleration.cuda:
             chunk.cuda(torch.cuda.current_device())
         chunk = chunk.to(config.params_dtype)

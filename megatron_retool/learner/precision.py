@@ -22,22 +22,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """What a recipe needs (Transformer Engine and compute capability), what its kernels want (token multiple), and the
-    format that Transformer Engine gives it where none is asked for."""
+    """What a recipe needs (Transformer Engine and compute capability), multiples that its kernels want (tokens of a
+    micro-batch; both sizes of a matrix), and the format that Transformer Engine gives it where none is asked for."""
 
     minimum_te: tuple[int, int]
     minimum_capability: tuple[int, int]
     token_multiple: int
+    matrix_multiple: int
     format: str
 
 
 # Delayed scaling is left out: its scales start at 1 and move only while gradients are computed, so that the first
 # step's old log-probs and all of the reference's would be wrong; and Transformer Engine refuses to load its state.
 FP8_RECIPES = {
-    "tensorwise": Fp8Recipe((2, 2), (8, 9), 16, "hybrid"),
-    "blockwise": Fp8Recipe((2, 3), (9, 0), 128, "e4m3"),
-    "mxfp8": Fp8Recipe((2, 1), (10, 0), 32, "e4m3"),
-    "nvfp4": Fp8Recipe((2, 7), (10, 0), 128, "e2m1"),
+    "tensorwise": Fp8Recipe((2, 2), (8, 9), 16, 16, "hybrid"),
+    "blockwise": Fp8Recipe((2, 3), (9, 0), 128, 16, "e4m3"),
+    "mxfp8": Fp8Recipe((2, 1), (10, 0), 32, 32, "e4m3"),
+    "nvfp4": Fp8Recipe((2, 7), (10, 0), 128, 16, "e2m1"),
 }
 FLASH_ATTENTION = ("flash-attn-3", "flash-attn-4", "flash-attn")
 """In the order in which Transformer Engine prefers them on Hopper."""
@@ -58,8 +59,6 @@ class Acceleration:
     apex: bool = False
     fused_weight_gradient: bool = False
     """Apex's kernel that adds weight gradients to the fp32 main gradients inside the matrix product."""
-    engine_unused: bool = False
-    """Transformer Engine is there, and the layers are Megatron-Core's own all the same."""
     flash_attention: str | None = None
     """What Transformer Engine takes on Hopper where it leaves cuDNN's attention: name and version of the package."""
 
@@ -83,21 +82,19 @@ class Acceleration:
 
     def local(self) -> Acceleration:
         """The same device with Megatron-Core's and torch's own layers and kernels."""
-        return replace(
-            self,
-            transformer_engine=None,
-            apex=False,
-            fused_weight_gradient=False,
-            engine_unused=self.engine_unused or self.transformer_engine is not None,
-            flash_attention=None,
-        )
+        return replace(self, transformer_engine=None, apex=False, fused_weight_gradient=False, flash_attention=None)
+
+    def packs_attention(self, architecture: Architecture) -> bool:
+        """Whether attention of such a model is the learner's own (``attention.py``) and not Transformer Engine's."""
+        return self.transformer_engine is None or architecture.needs_packed_attention
 
     def describe(self) -> str:
         """One line for the start of a run."""
         if not self.cuda:
             return f"CPU, {torch.get_num_threads()} thread(s); local layer spec, torch attention and Adam"
-        without = "Transformer Engine unused" if self.engine_unused else "no Transformer Engine"
-        te = f"Transformer Engine {self.transformer_engine}" if self.transformer_engine else without
+        te = (
+            f"Transformer Engine {self.transformer_engine}" if self.transformer_engine else "without Transformer Engine"
+        )
         return (
             f"{self.gpu_name} (sm{''.join(map(str, self.capability or ()))}); {te}; apex {_yes(self.apex)}; "
             f"fused weight gradients {_yes(self.fused_weight_gradient)}; "
@@ -105,15 +102,10 @@ class Acceleration:
         )
 
 
-def acceleration_for(learner: LearnerConfig, *architectures: Architecture) -> Acceleration:
-    """What this process uses for models that read the same micro-batches.
-
-    Where one of them needs Megatron-Core's own layers all of them have these: what attention is given of a micro-batch
-    depends on it. So do exact numbers (learner.match_engine).
-    """
+def acceleration_for(learner: LearnerConfig) -> Acceleration:
+    """What this process uses: what it finds, but for exact numbers (learner.match_engine) no Transformer Engine."""
     found = Acceleration.detect()
-    own = learner.match_engine == "exact" or any(each.needs_local_layers for each in architectures)
-    return found.local() if own else found
+    return found.local() if learner.match_engine == "exact" else found
 
 
 def _yes(value: bool) -> str:
@@ -148,11 +140,6 @@ def check_precision(
                 f"learner.fp8.recipe={recipe} needs a CUDA device with {width}, and this host has none: set "
                 "learner.fp8.recipe=null"
             )
-        if acceleration.engine_unused:
-            raise ConfigError(
-                f"learner.fp8.recipe={recipe} needs Transformer Engine's layers, and this run's models are computed in "
-                "Megatron-Core's own: set learner.fp8.recipe=null"
-            )
         if acceleration.transformer_engine is None:
             raise ConfigError(
                 f"learner.fp8.recipe={recipe} needs Transformer Engine, which is not installed: "
@@ -173,7 +160,7 @@ def check_precision(
     if optimizer.cpu_offload and not learner.use_distributed_optimizer:
         raise ConfigError("learner.optimizer.cpu_offload=true needs learner.use_distributed_optimizer=true")
     windowed = architecture.sliding_window is not None
-    if windowed and learner.context_parallel_size > 1 and acceleration.transformer_engine:
+    if windowed and learner.context_parallel_size > 1 and not acceleration.packs_attention(architecture):
         raise ConfigError(
             "Transformer Engine has no context parallelism for the model's sliding-window attention: set "
             "learner.context_parallel_size=1"

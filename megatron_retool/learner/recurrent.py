@@ -17,11 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.extensions.transformer_engine import set_save_original_input
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,7 +26,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 
 from conversion.model.attention_config import DeltaNetSizes, MambaSizes
-from megatron_retool.learner.attention import LocalPackedSequences, from_grid, to_grid
+from megatron_retool.learner.attention import LocalPackedSequences, ParallelLinears, from_grid, to_grid
 
 
 class RecurrentLayer(MegatronModule):
@@ -41,27 +38,36 @@ class RecurrentLayer(MegatronModule):
         sizes: of all ranks together.
         groups: of heads, of all ranks together.
         heads: with a state of their own, of all ranks together.
+        linears: of the two projections.
         bias: the convolution has one.
     """
 
     def __init__(
-        self, config: TransformerConfig, sizes: DeltaNetSizes | MambaSizes, groups: int, heads: int, *, bias: bool
+        self,
+        config: TransformerConfig,
+        sizes: DeltaNetSizes | MambaSizes,
+        groups: int,
+        heads: int,
+        linears: ParallelLinears,
+        *,
+        bias: bool,
     ) -> None:
         super().__init__(config=config)
         group = parallel_state.get_tensor_model_parallel_group()
         self.groups = groups // group.size()
-        options: dict[str, Any] = {"config": config, "bias": False, "tp_group": group}
-        self.in_proj = ColumnParallelLinear(
+        options: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
+        self.in_proj = linears.column(
             config.hidden_size,
             sizes.convolved_size + sizes.value_size + sizes.rates,
             init_method=config.init_method,
             gather_output=False,
+            skip_bias_add=False,
             **options,
         )
         self.conv1d = CausalConvolution(config, sizes.convolved_size, sizes.kernel, bias=bias)
         self.dt_bias = split_by_heads(torch.ones(heads), config)
         self.A_log = split_by_heads(torch.empty(heads).uniform_(1.0, 16.0).log(), config)
-        self.out_proj = RowParallelLinear(
+        self.out_proj = linears.row(
             sizes.value_size,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -69,6 +75,10 @@ class RecurrentLayer(MegatronModule):
             skip_bias_add=True,
             **options,
         )
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Keep the norm's output for the backward pass, which computes it again, and not what FP8 makes of it."""
+        set_save_original_input(self.in_proj)
 
     def _mixed(self, convolved: Tensor, rates: Tensor, packed: Any) -> Tensor:
         """[t, groups, features] and [t, groups, rates] of this rank -> [t, heads, value features]."""

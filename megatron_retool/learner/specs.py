@@ -1,8 +1,9 @@
 """What Megatron-Core builds a model of: its transformer config and the specs of its layers.
 
 One builder for every machine.  With Transformer Engine the layers come from its spec; without it (CPU, or a GPU without
-Transformer Engine) from Megatron's local spec with the modules of ``attention.py``.  Parameter names differ between the
-two only in the norms, which the weight map knows.
+Transformer Engine) from Megatron's local spec with the modules of ``attention.py``.  What neither knows (latent
+attention, states, sinks) is the learner's own in both, beside Transformer Engine with its linear layers.  Parameter
+names differ between the two only in norms and experts, which the weight map knows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.activations import squared_relu
-from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -38,7 +39,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from conversion.model.rotary import softmax_scale
 from megatron_retool.config import LearnerConfig
-from megatron_retool.learner.attention import PackedAttention, RMSNorm, SwiGLUMLP
+from megatron_retool.learner.attention import LOCAL_LINEARS, PackedAttention, ParallelLinears, RMSNorm, SwiGLUMLP
 from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
@@ -50,6 +51,7 @@ from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.positions import place_positions
 from megatron_retool.learner.precision import Acceleration, transformer_options
 
+ENGINE_LINEARS = ParallelLinears(TEColumnParallelLinear, TERowParallelLinear)
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
@@ -185,7 +187,7 @@ def block_spec(
     kinds = [kind_of(architecture, layer) for layer in range(first, first + count)]
     engine = acceleration.transformer_engine is not None
     specs = {
-        kind: _engine_layer(config, kind.experts, share_prefixes)
+        kind: _engine_layer(architecture, config, kind, share_prefixes)
         if engine
         else _local_layer(architecture, config, kind)
         for kind in set(kinds)
@@ -205,7 +207,7 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
     has some."""
     engine = acceleration.transformer_engine is not None
     kind = LayerKind(architecture.is_moe)
-    layer = _engine_layer(config, kind.experts, False) if engine else _local_layer(architecture, config, kind)
+    layer = (_engine_layer if engine else _local_layer)(architecture, config, kind)
     place_norms(layer.submodules, architecture, engine)
     place_positions(layer.submodules, architecture)
     place_residual(layer.submodules, architecture)
@@ -254,15 +256,43 @@ def leave_out(layer: Any, kind: LayerKind) -> None:
         layer.mlp_bda = IdentityFuncOp
 
 
-def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool) -> ModuleSpec:
+def _engine_layer(
+    architecture: Architecture, config: TransformerConfig, kind: LayerKind, share_prefixes: bool = False
+) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if experts else None,
-        moe_grouped_gemm=config.moe_grouped_gemm and experts,
+        num_experts=config.num_moe_experts if kind.experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and kind.experts,
         qk_layernorm=config.qk_layernorm,
     )
-    if share_prefixes:  # which Transformer Engine's attention knows nothing of
+    if share_prefixes or architecture.needs_packed_attention:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    _place_mixer(spec, architecture, kind, ENGINE_LINEARS, TENorm)
     return spec
+
+
+def _place_mixer(
+    spec: ModuleSpec, architecture: Architecture, kind: LayerKind, linears: ParallelLinears, norm: type[Any]
+) -> None:
+    """Give a layer the attention, the state and the experts that Megatron-Core's specs do not know."""
+    layer = spec.submodules
+    if kind.mixer and not kind.attention:
+        module = GatedDeltaNet if architecture.delta_net is not None else Mamba2
+        layer.self_attention = ModuleSpec(module, params={"sizes": architecture.recurrent, "linears": linears})
+    elif architecture.latent is not None:
+        params = {
+            "sizes": architecture.latent,
+            "rotated": architecture.rotary_dim,
+            "indexer": architecture.indexer,
+            "shared_choices": architecture.shared_choices,
+            "linears": linears,
+        }
+        layer.self_attention = ModuleSpec(LatentAttention, params=params)
+    if architecture.latent is not None or not kind.attention:
+        # There is no linear_qkv that the norm could be a part of.
+        layer.input_layernorm = norm
+        layer.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+    if kind.experts and architecture.moe_latent_size is not None:
+        place_latent_experts(layer, architecture.moe_latent_size)
 
 
 def _local_layer(architecture: Architecture, config: TransformerConfig, kind: LayerKind) -> ModuleSpec:
@@ -280,21 +310,9 @@ def _local_layer(architecture: Architecture, config: TransformerConfig, kind: La
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if architecture.latent is not None:
-        params = {**spec.submodules.self_attention.params, "sizes": architecture.latent}
-        params["rotated"] = architecture.rotary_dim
-        params |= {"indexer": architecture.indexer, "shared_choices": architecture.shared_choices}
-        spec.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
-    if kind.mixer and not kind.attention:
-        module = GatedDeltaNet if architecture.delta_net is not None else Mamba2
-        spec.submodules.self_attention = ModuleSpec(module, params={"sizes": architecture.recurrent})
-    if architecture.latent is not None or not kind.attention:
-        # There is no linear_qkv that the norm could be a part of.
-        del spec.submodules.sharded_state_dict_keys_map["input_layernorm."]
+    _place_mixer(spec, architecture, kind, LOCAL_LINEARS, RMSNorm)
     if kind.experts and architecture.linear_bias:
         place_biased_experts(spec.submodules)
-    if kind.experts and architecture.moe_latent_size is not None:
-        place_latent_experts(spec.submodules, architecture.moe_latent_size)
     if architecture.gated_mlp and not kind.experts:
         spec.submodules.mlp = SwiGLUMLP
     return spec

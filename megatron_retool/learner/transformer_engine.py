@@ -1,4 +1,5 @@
-"""Transformer Engine's block scales, which the learner chooses, and its attention kernel, which it chooses itself."""
+"""Transformer Engine's block scales, which the learner chooses, the sizes of matrices that its recipes take, and its
+attention kernel, which it chooses itself."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import logging
 import os
 import sys
 
+import torch
+
 from conversion.model.block_fp8 import has_power_of_two_scales
+from megatron_retool.config import ConfigError
+from megatron_retool.learner.precision import FP8_RECIPES
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,26 @@ def choose_block_scales(capability: tuple[int, int] | None) -> None:
     scales = QParams(power_2_scale=has_power_of_two_scales(capability), amax_epsilon=0.0)
     for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(Float8BlockScaling, operand, scales)
+
+
+def check_matrices(model: torch.nn.Module, recipe: str) -> None:
+    """Refuse a model that Transformer Engine's FP8 or FP4 products would stop at, before weights are read.
+
+    Raises:
+        ConfigError: naming the first matrix whose sizes on this rank are no multiples of what the recipe wants.
+    """
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    multiple = FP8_RECIPES[recipe].matrix_multiple
+    for name, module in model.named_modules():
+        for weight in module.parameters(recurse=False) if isinstance(module, TransformerEngineBaseModule) else ():
+            if weight.dim() == 2 and any(size % multiple for size in weight.shape):
+                rows, columns = weight.shape
+                raise ConfigError(
+                    f"learner.fp8.recipe={recipe} multiplies matrices whose sizes are multiples of {multiple}, and "
+                    f"{name} has {rows} x {columns} on a rank: lower learner.tensor_model_parallel_size, choose "
+                    "another recipe, or set it to null"
+                )
 
 
 def attention_kernel() -> str | None:

@@ -45,13 +45,13 @@ def layer_activations(
                                                                                          output; log-sum-exp
         query norm   t (q + kv) w / TP                        8 t (q + kv) / TP          of q and k (Qwen3); over all
                                                                                          heads together local in both
-        latents      2 t c w / s                              t c (8 + w) / s            c features of latents and of
+        latents      t c (8 + w) / s                          the same                   c features of latents and of
                                                                                          the shared key (DeepSeek-V3)
-        chosen keys  no such layers                           t CP t w                   mask of the pairs of a text as
+        chosen keys  t CP t w                                 the same                   mask of the pairs of a text as
                                                                                          long as the micro-batch
                                                                                          (DeepSeek-V3.2)
-        state        no such layers                           see ``_delta_net``, ``_mamba``, in place of attention
-                                                                                         norm (Qwen3-Next)
+        state        see ``_delta_net``, ``_mamba``           the same                   in attention's place
+                                                                                         (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
         no gate      2 t f w / TP                             the same                   ReLU of the product, its square
         experts      e t (2 h ETP + 3 f) w / s                e t (h ETP + 6 f) w / s    inputs, (outputs,) gate, up,
@@ -77,7 +77,7 @@ def layer_activations(
     if mixer:
         parts["attention"] = 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp
     if a.latent is not None:
-        parts["latents"] = tokens * (a.query_rank + a.cached_size) * (2 * width if fused else 8 + width) / split
+        parts["latents"] = tokens * (a.query_rank + a.cached_size) * (8 + width) / split
     if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
         parts["chosen keys"] = tokens * layout.context * tokens * width
     if linear:

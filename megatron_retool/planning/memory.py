@@ -483,14 +483,7 @@ def learner_memory(
                 ),
                 critic=states_of(architecture, stage).total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
-                activations=activation_bytes(
-                    with_predictors,
-                    layout,
-                    learner,
-                    stage,
-                    micro_batches,
-                    not (on_cpu or architecture.needs_local_layers),
-                ),
+                activations=activation_bytes(with_predictors, layout, learner, stage, micro_batches, not on_cpu),
                 logits=logit_bytes(architecture, layout, learner) if last else 0.0,
                 runtime=0.5 * 2**30 if on_cpu else RUNTIME_BYTES,
             )

@@ -228,7 +228,7 @@ class _OneRank:
         from megatron_retool.learner.specs import build_transformer_config
         from megatron_retool.learner.weights import load_hf_weights
 
-        acceleration = acceleration_for(self._settings, self._architecture)
+        acceleration = acceleration_for(self._settings)
         config = build_transformer_config(self._architecture, self._settings, self._layout, acceleration)
         (model,) = build_model_chunks(self._architecture, config, acceleration)
         load_hf_weights([model], self._architecture, self._path)

@@ -22,6 +22,7 @@ EXACT = ("learner.match_engine=exact", "rollout.engine.dtype=bfloat16")
         "rollout.engine.backend=transformers",
         "rollout.engine.device=cuda",
         "rollout.engine.quantization=fp8",
+        "learner.fp8.recipe=tensorwise",
         "weight_sync.round_to=int4",
         "learner.lora.rank=8",
         "learner.mtp.train=true",

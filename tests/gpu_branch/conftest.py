@@ -18,11 +18,20 @@ import torch
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.tiny_model import save_model
 from tests.gpu_branch import device_kernels, fake_device
-from tests.learner.tiny_models import hf_model
+from tests.learner.adapter_reference import small_model
 from tests.learner.transformer_engine import kernels
 
 Run = Callable[..., Any]
 LAYERS = (2, 4)
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+    "mistral": {},
+    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32},
+    "qwen3_next": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "granitemoehybrid": {"shared_intermediate_size": 48},
+}
+"""FP8 wants multiples of 16."""
 
 
 def _start(engine: bool, capability: tuple[int, int]) -> None:
@@ -86,11 +95,10 @@ def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with random models FAMILY-LAYERS, dense (qwen3, and mistral with a window) and of experts."""
+    """A directory with random models FAMILY-LAYERS, dense (qwen3, and mistral with a window) and of experts, of which
+    the others compute attention in the learner's own layers."""
     directory = tmp_path_factory.mktemp("models")
-    # FP8 wants multiples of 16.
-    sizes: dict[str, dict[str, int]] = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 32}, "mistral": {}}
-    for family, own in sizes.items():
+    for family, sizes in SIZES.items():
         for layers in LAYERS:
-            save_model(hf_model(family, num_hidden_layers=layers, **own), directory / f"{family}-{layers}")
+            save_model(small_model(family, num_hidden_layers=layers, **sizes), directory / f"{family}-{layers}")
     return directory

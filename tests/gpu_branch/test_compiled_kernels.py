@@ -28,20 +28,24 @@ from tests.learner.transformer_engine import kernels
 AMPERE, ADA, HOPPER, BLACKWELL = SHARED_BYTES
 TOKENS = 1000
 """How many a micro-batch has; blocks of 128 do not divide them."""
-FUSED = "megatron.core.fusions."
+MEGATRON = "megatron.core."
+OUTPUT_GATE = "megatron.core.transformer.attention.Attention._apply_output_gate"
 EXPERT_BIAS = "megatron.core.transformer.moe.router.TopKRouter._apply_expert_bias"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
 ACTIVATIONS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "fused_bias_swiglu.swiglu": ((TOKENS, 9728),),
-    "fused_bias_swiglu.swiglu_back": ((TOKENS, 4864), (TOKENS, 9728)),
-    "fused_bias_swiglu.weighted_swiglu": ((TOKENS, 1536), (TOKENS, 1)),
-    "fused_bias_swiglu.weighted_swiglu_back": ((TOKENS, 768), (TOKENS, 1536), (TOKENS, 1)),
-    "fused_bias_geglu.quick_gelu": ((TOKENS, 2880),),
+    "fusions.fused_bias_swiglu.swiglu": ((TOKENS, 9728),),
+    "fusions.fused_bias_swiglu.swiglu_back": ((TOKENS, 4864), (TOKENS, 9728)),
+    "fusions.fused_bias_swiglu.weighted_swiglu": ((TOKENS, 1536), (TOKENS, 1)),
+    "fusions.fused_bias_swiglu.weighted_swiglu_back": ((TOKENS, 768), (TOKENS, 1536), (TOKENS, 1)),
+    "fusions.fused_bias_geglu.quick_gelu": ((TOKENS, 2880),),
+    "activations.squared_relu": ((TOKENS, 1856),),
 }
-"""Shapes of the arguments: Qwen2.5-0.5B's, those of an expert of Qwen3-30B-A3B, and of one of gpt-oss, whose gradient
-autograd makes."""
+"""Shapes of the arguments: Qwen2.5-0.5B's, those of an expert of Qwen3-30B-A3B, of gpt-oss and of Nemotron 3 Nano."""
+LEARNED = {"quick_gelu", "squared_relu"}
+"""Those of them whose gradient autograd makes."""
 COMPILED = {
-    *(FUSED + name for name in ACTIVATIONS),
+    *(MEGATRON + name for name in ACTIVATIONS),
+    OUTPUT_GATE,
     EXPERT_BIAS,
     FLEX_ATTENTION,
     f"{FLEX_ATTENTION}.<locals>._flex_attention_hop_wrapper",
@@ -157,9 +161,9 @@ def _as_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _activation(name: str, dtype: torch.dtype) -> list[Kernel]:
-    module, own_name = name.split(".")
-    function = _as_on_a_gpu(getattr(importlib.import_module(FUSED + module), own_name))
-    learned = own_name == "quick_gelu"
+    module, _, own_name = name.rpartition(".")
+    function = _as_on_a_gpu(getattr(importlib.import_module(MEGATRON + module), own_name))
+    learned = own_name in LEARNED
     arguments = [
         torch.randn(shape, dtype=torch.float32 if shape[1] == 1 else dtype, requires_grad=learned)
         for shape in ACTIVATIONS[name]
@@ -182,6 +186,18 @@ def _expert_bias() -> list[Kernel]:
     return device_compiler.kernels_of(
         _as_on_a_gpu(TopKRouter._apply_expert_bias), router, chosen, torch.zeros(TOKENS, 1, dtype=torch.bool)
     )
+
+
+def _output_gate(dtype: torch.dtype) -> list[Kernel]:
+    from megatron.core.transformer.attention import Attention
+
+    attended, gate = (torch.randn(TOKENS, 1, 4096, dtype=dtype, requires_grad=True) for _ in range(2))
+    return device_compiler.kernels_of(_as_on_a_gpu(Attention._apply_output_gate), None, attended, gate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attentions_gate(dtype: torch.dtype, compile_for: Compile) -> None:
+    assert _hold(compile_for(HOPPER, _output_gate, dtype), HOPPER)
 
 
 def test_tokens_per_expert(compile_for: Compile) -> None:

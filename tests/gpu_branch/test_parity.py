@@ -2,7 +2,7 @@
 
 As ``tests/admission`` does on the host: log-probs, entropy, loss, every gradient, their norm, and weights after an
 update; replayed experts, common prefixes, recomputation. Once on Transformer Engine's layers and optimizer, once on
-Megatron-Core's local layers and torch's, which a GPU has without it and some families need.
+Megatron-Core's local layers and torch's, which a GPU has without it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ EXPERTS = ("glm4_moe", "minimax_m2")
 ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
     "qwen3": ("one process", "unpacked", "recompute", "shared prefixes"),
     "qwen3_moe": ("one process", "unpacked, recompute", "shared prefixes"),
-    # Local layers beside an installed Transformer Engine.
-    "deepseek_v3": ("one process",),
+    # Their attention is the learner's own.
+    "deepseek_v3": ("one process", "recompute", "shared prefixes"),
     "gpt_oss": ("one process",),
     "qwen3_next": ("one process",),
 }
@@ -45,9 +45,9 @@ TWO = {
     "gemma3_text": ("tp2 sp", "pp2"),
     "olmo2": ("tp2 sp", "cp2"),
     "glm4_moe": ("ep2 tp2",),
-    "deepseek_v3": ("tp2 sp",),
+    "deepseek_v3": ("tp2 sp", "pp2", "ep2 tp2"),
     "gpt_oss": ("tp2 sp", "cp2", "ep2"),
-    "qwen3_next": ("cp2",),
+    "qwen3_next": ("tp2 sp", "cp2"),
 }
 LOCAL_ONE = {
     "qwen3": ("one process", "shared prefixes"),
@@ -128,7 +128,7 @@ def test_equals_transformers(engine: bool, world: int, layouts: Cases, reference
 def test_every_other_family_equals_transformers(engine: bool, references: Any, on_gpus: Run) -> None:
     """Those that ``test_equals_transformers`` leaves out; without the engine those that need local layers."""
     names = model_of_each_family()
-    local = {family for family, name in names.items() if preset(name).needs_local_layers}
+    local = {family for family, name in names.items() if preset(name).needs_packed_attention}
     families = names.keys() - ONE.keys() if engine else local - LOCAL_ONE.keys()
     _hold(references, on_gpus, engine, 1, dict.fromkeys(sorted(families), ("one process",)))
 

@@ -127,6 +127,11 @@ def test_leaves_the_gpu_and_comes_back(family: str, models: Path, on_gpus: Run) 
 
 
 SAME: dict[str, tuple[str, str]] = {
+    "latents' layers again": ("deepseek_v3", "learner.recompute.granularity=full"),
+    "latents' norms and experts' activations again": ("deepseek_v3", "learner.recompute.modules=[layernorm,moe_act]"),
+    "latents on the host": ("deepseek_v3", "learner.cpu_offloading_num_layers=1"),
+    "determinism of latents": ("deepseek_v3", "trainer.deterministic=true"),
+    "states again": ("qwen3_next", "learner.recompute.modules=[core_attn,layernorm,moe]"),
     "whole layers again": ("qwen3_moe", "learner.recompute.granularity=full"),
     "attention, norms and MLP again": ("qwen3", "learner.recompute.modules=[core_attn,layernorm,mlp]"),
     "experts again": ("qwen3_moe", "learner.recompute.modules=[core_attn,layernorm,moe]"),
@@ -153,7 +158,10 @@ def _updated(directory: Path, settings: list[str]) -> tuple[list[dict[str, torch
     return found, [str(event) for event in record.mixed]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_moe", "deepseek_v3", "qwen3_next"))],
+)
 def test_settings_that_change_no_number(family: str, models: Path, on_gpus: Run) -> None:
     settings = {name: setting for name, (of, setting) in SAME.items() if of == family}
     (plain, *others), mixed = on_gpus(_updated, models / f"{family}-2", ["", *settings.values()])
@@ -168,7 +176,8 @@ def _contexts(directory: Path, recipe: str) -> dict[str, Any]:
     from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
 
     with fake_device.recorded() as record:
-        learner = _learner(directory, f"learner.fp8.recipe={recipe}")
+        again = ("learner.recompute.granularity=selective", "learner.recompute.modules=[layernorm]")
+        learner = _learner(directory, f"learner.fp8.recipe={recipe}", *again)
         learner.log_probs(mini_batch())
         learner.update(mini_batch())
     (chunk,) = learner.model_chunks
@@ -182,19 +191,22 @@ def _contexts(directory: Path, recipe: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "capability", "quantizer"),
+    ("family", "recipe", "capability", "quantizer"),
     [
-        ("tensorwise", fake_device.HOPPER, "Float8CurrentScalingQuantizer"),
-        ("blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
+        ("qwen3_moe", "tensorwise", fake_device.HOPPER, "Float8CurrentScalingQuantizer"),
+        ("qwen3_moe", "blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
+        ("deepseek_v3", "blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
+        ("qwen3_next", "tensorwise", fake_device.HOPPER, "Float8CurrentScalingQuantizer"),
+        ("granitemoehybrid", "blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
         # Another GPU is another process.
-        pytest.param("mxfp8", fake_device.BLACKWELL, "MXFP8Quantizer", marks=pytest.mark.slow),
-        pytest.param("nvfp4", fake_device.BLACKWELL, "NVFP4Quantizer", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "mxfp8", fake_device.BLACKWELL, "MXFP8Quantizer", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "nvfp4", fake_device.BLACKWELL, "NVFP4Quantizer", marks=pytest.mark.slow),
     ],
 )
 def test_layers_enter_the_contexts_of_fp8(
-    recipe: str, capability: tuple[int, int], quantizer: str, models: Path, on_gpus: Run
+    family: str, recipe: str, capability: tuple[int, int], quantizer: str, models: Path, on_gpus: Run
 ) -> None:
     """The products themselves are torch's, in bfloat16."""
-    found = on_gpus(_contexts, models / "qwen3_moe-4", recipe, capability=capability)
+    found = on_gpus(_contexts, models / f"{family}-4", recipe, capability=capability)
     assert found["mixed"] == []
     assert found["layers"] == {0: {(False,)}, 1: {(True, quantizer)}, 2: {(True, quantizer)}, 3: {(False,)}}

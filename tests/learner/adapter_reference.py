@@ -25,7 +25,7 @@ from tests.learner.tiny_models import hf_model
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 SETTINGS = LoraConfig(rank=4, alpha=8.0, seed=3)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
-SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2} | dict.fromkeys(
+SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2, "glm_moe_dsa": 2, "gpt_oss": 2} | dict.fromkeys(
     ("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text"), 4
 )
 """Families whose model is that of the admission with so many layers."""
@@ -57,8 +57,9 @@ def random_factors(architecture: Architecture, settings: LoraConfig = SETTINGS) 
 def small_model(family: str, **overrides: Any) -> Any:
     """A transformers model of a few layers, with random weights."""
     if family in SHRUNK:
-        request = Request(family, MODELS[model_of_each_family()[family]], layers=SHRUNK[family])
-        return random_model(shrunk_config(request))
+        layers = overrides.pop("num_hidden_layers", SHRUNK[family])
+        request = Request(family, MODELS[model_of_each_family()[family]], layers=layers)
+        return random_model({**shrunk_config(request), **overrides})
     return hf_model(family, **{"num_hidden_layers": 2, **overrides})
 
 

@@ -62,7 +62,7 @@ FOUR = {
 }
 BAR, NORM_BAR = 1e-5, 1e-6
 DELTA_NET_BAR = 2e-5
-"""Of gradients through a recurrence in float32, whose last digits depend on the processor."""
+"""Of gradients through a recurrence in float32, and of steps along them: last digits depend on the processor."""
 LR, CLIP, EPS = 1e-2, 0.5, 1e-4
 
 
@@ -217,7 +217,7 @@ def within(figures: dict[str, float], layout: str) -> None:
     """Fail where a figure of ``compare_layout`` is above its bar."""
     bars = {"grad_norm": NORM_BAR}
     if layout.startswith("gated delta nets"):
-        bars["gradient"] = DELTA_NET_BAR
+        bars |= {"gradient": DELTA_NET_BAR, "step": DELTA_NET_BAR}
     too_far = {name: value for name, value in figures.items() if not value <= bars.get(name, BAR)}
     assert not too_far, layout
     assert {"gradient", "grad_norm", "merged", "step"} <= figures.keys(), layout

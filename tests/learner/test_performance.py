@@ -34,15 +34,17 @@ BEST = replace(EXPERTS, router_groups=(2, 1), router_group_score="best")
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_get_the_layers_that_have_their_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Acceleration, "detect", lambda: ENGINE)
+def test_every_model_trains_in_transformer_engines_layers(name: str) -> None:
     model = preset(name)
-    chosen = acceleration_for(LearnerConfig(), model)
-    assert (chosen.transformer_engine is None) is chosen.engine_unused is model.needs_local_layers
-    check({}, model=model, machine=chosen)
-    # A teacher reads the policy's micro-batches.
-    assert acceleration_for(LearnerConfig(), DENSE, model) == chosen
-    assert acceleration_for(LearnerConfig(match_engine="exact"), model) == ENGINE.local()
+    check({}, model=model)
+    assert ENGINE.packs_attention(model) is model.needs_packed_attention
+    assert ENGINE.local().packs_attention(model)
+
+
+def test_exact_numbers_use_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Acceleration, "detect", lambda: ENGINE)
+    assert acceleration_for(LearnerConfig()) == ENGINE
+    assert acceleration_for(LearnerConfig(match_engine="exact")) == ENGINE.local()
 
 
 def check(

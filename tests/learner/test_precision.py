@@ -37,7 +37,6 @@ def _fp8(recipe: str, **settings: Any) -> LearnerConfig:
         (_fp8("blockwise"), {}, replace(H200, transformer_engine="2.2.0"), r"Engine 2.3 or later, found 2.2.0"),
         (_fp8("tensorwise"), {}, A100, r"capability 8.9 or later, NVIDIA A100 has 8.0"),
         (_fp8("mxfp8"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
-        (_fp8("blockwise"), {}, H200.local(), r"this run's models are computed in Megatron-Core's own"),
         (_fp8("nvfp4"), {}, CPU, r"fp8.recipe=nvfp4 needs a CUDA device with FP4"),
         (_fp8("nvfp4"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
         (_fp8("nvfp4", format="e4m3"), {}, B200, r"fp8.format=e4m3 is of FP8, and .*nvfp4 has a format of its own"),

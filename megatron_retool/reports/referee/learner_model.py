@@ -85,7 +85,7 @@ def read_learner(
 
     config = step.config
     settings = single_rank(config.learner)
-    acceleration = acceleration_for(settings, architecture)
+    acceleration = acceleration_for(settings)
     check_precision(settings, settings.optimizer, architecture, acceleration)
     layout, device = settings.layout(architecture), parallel.resolve_device("auto")
     parallel.initialize(layout, device, config.trainer.seed)
@@ -106,7 +106,7 @@ def read_learner(
             device,
             quadratic_cost=flops.quadratic_cost(architecture),
             token_multiple=token_multiple(settings),
-            attention_buckets=acceleration.transformer_engine is None,
+            attention_buckets=acceleration.packs_attention(architecture),
         )
         # Where each sampled token stands among the sampled, and among the watched.
         place = np.cumsum(batch.loss_mask) - 1

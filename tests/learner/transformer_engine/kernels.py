@@ -214,9 +214,12 @@ def _norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, _epsilon(module))
 
 
-def _grouped_linear(self: Any, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
+def _grouped_linear(self: Any, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
     parts = torch.split(x, [int(rows) for rows in m_splits])
-    return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
+    biases = [getattr(self, f"bias{i}") if self.use_bias else None for i in range(len(parts))]
+    added = biases if self.apply_bias else [None] * len(parts)
+    y = torch.cat([F.linear(part, getattr(self, f"weight{i}"), added[i]) for i, part in enumerate(parts)])
+    return (y, biases) if self.return_bias else y
 
 
 def _attention(

@@ -37,7 +37,8 @@ def _on(capability: tuple[int, int]) -> list[Fp8Config]:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(hf_model("qwen3_moe", num_hidden_layers=3), tmp_path_factory.mktemp("fp8") / "experts")
+    model = hf_model("qwen3_moe", num_hidden_layers=3, moe_intermediate_size=32)
+    return save_model(model, tmp_path_factory.mktemp("fp8") / "experts")
 
 
 def _build(
@@ -103,6 +104,36 @@ def test_every_configuration_builds_and_enters_its_context(
         format = fp8.format or FP8_RECIPES[fp8.recipe].format
         outer = not fp8.keep_first_last_bf16
         assert answer == (names[fp8.recipe], format.upper(), [outer, True, outer])
+
+
+def _refused(directory: Path) -> dict[str, str]:
+    """What each recipe says of a model."""
+    found = {}
+    for recipe in FP8_RECIPES:
+        try:
+            _build(directory, Fp8Config(recipe=recipe), BLACKWELL)
+        except ConfigError as error:
+            found[recipe] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "recipes", "named"),
+    [
+        (24, {"tensorwise": 16, "blockwise": 16, "nvfp4": 16}, "linear_fc2 has 32 x 24"),
+        (24, {"mxfp8": 32}, "linear_fc1 has 48 x 32"),
+        (48, {"mxfp8": 32}, "linear_fc2 has 32 x 48"),
+    ],
+)
+def test_matrices_that_a_recipe_does_not_multiply_are_named(
+    size: int, recipes: dict[str, int], named: str, tmp_path: Path, with_transformer_engine: Run
+) -> None:
+    save_model(hf_model("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=size), tmp_path / "model")
+    found = with_transformer_engine(_refused, 1, tmp_path / "model")
+    assert len(found) == (4 if size == 24 else 1)
+    for recipe, multiple in recipes.items():
+        assert f"recipe={recipe} multiplies matrices whose sizes are multiples of {multiple}, and " in found[recipe]
+        assert f"decoder.layers.0.mlp.experts.{named} on a rank: lower " in found[recipe]
 
 
 def _claims() -> dict[str, Any]:

@@ -19,6 +19,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "norms after": ("olmo2", 1, {}),
     "zero-centered norms after": ("gemma3_text", 1, {}),
     "experts": ("qwen3_moe", 1, {}),
+    "latents": ("deepseek_v3", 1, {}),
+    "gated delta nets": ("qwen3_next", 1, {}),
+    "Mamba-2": ("granitemoehybrid", 1, {}),
     "tp2": ("qwen3", 2, {TP: 2}),
     "tp2 sp": ("qwen3", 2, {TP: 2, SP: True}),
     "tp2 sp, norms after": ("olmo2", 2, {TP: 2, SP: True}),
@@ -26,6 +29,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2": ("qwen3", 2, {}),
     "experts, ep2": ("qwen3_moe", 2, {EP: 2}),
     "experts, tp2 sp etp1": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 1}),
+    "latents, tp2 sp etp1": ("deepseek_v3", 2, {TP: 2, SP: True, ETP: 1}),
+    "gated delta nets, tp2 sp etp1": ("qwen3_next", 2, {TP: 2, SP: True, ETP: 1}),
     "experts, tp2 sp etp2": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 2}),
 }
 

@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from conversion.hf_to_mcore import convert
 from conversion.model.architecture import Architecture
+from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from conversion.model.weight_map import checkpoint_place
 from megatron_retool.admission.parity import OPTIMIZER, TEMPERATURE, mini_batch
 from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import Config, LearnerConfig
+from tests.learner.adapter_reference import SHRUNK, small_model
 from tests.learner.tiny_models import FAMILIES, WITH_PARTS, hf_model
 from tests.learner.transformer_engine.conftest import Run
 
@@ -42,6 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for family in (*FAMILIES, *WITH_PARTS):
         save_model(hf_model(family, num_hidden_layers=2), directory / family)
+    for family in SHRUNK:
+        save_model(small_model(family), directory / family)
     return directory
 
 
@@ -73,7 +77,10 @@ def _differences(chunks: list[Any], architecture: Architecture, directory: Path)
     if torch.distributed.get_rank():
         return []
     dtype = chunks[0].config.params_dtype
-    expected = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    expected = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
+        for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     if architecture.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     differing = [name for name in exported if not torch.equal(exported[name], expected.get(name, exported[name] + 1))]
@@ -87,19 +94,18 @@ def _one_rank(models: Path) -> dict[str, dict[str, Any]]:
     from megatron_retool.learner.weights import global_parameters, load_hf_weights, local_weight_map
 
     found: dict[str, dict[str, Any]] = {}
-    for family in (*FAMILIES, *WITH_PARTS):
+    for family in (*FAMILIES, *WITH_PARTS, *SHRUNK):
         for dtype in ("float32", "bfloat16"):
             chunks, architecture = _build(models / family, dtype=dtype)
             load_hf_weights(chunks, architecture, models / family)
             found.setdefault(family, {})[dtype] = _differences(chunks, architecture, models / family)
         weight_map = local_weight_map(chunks, architecture)
         stored = list(sharded_items(model_state(chunks, architecture)))
-        tied = {mapping.mcore_name for mapping in weight_map if mapping.tied}
-        layer = chunks[0].decoder.layers[0]
+        no_parameters = {m.mcore_name for m in weight_map if m.tied or m.mcore_name.endswith(MCORE_BUFFER_SUFFIXES)}
         found[family] |= {
-            "modules": {type(module).__name__ for module in layer.modules() if type(module).__name__.startswith("TE")},
+            "modules": {type(module).__name__ for module in chunks[0].decoder.layers.modules()},
             "in_model": {name: tuple(parameter.shape) for name, parameter in global_parameters(chunks)},
-            "in_map": {m.mcore_name: tuple(m.mcore_shape) for m in weight_map if m.mcore_name not in tied},
+            "in_map": {m.mcore_name: tuple(m.mcore_shape) for m in weight_map if m.mcore_name not in no_parameters},
             "stored": {item.key for item in stored if not isinstance(item, ShardedObject)},
             "places": {checkpoint_place(mapping, architecture).key for mapping in weight_map},
             "objects": {item.key.rpartition(".")[2] for item in stored if isinstance(item, ShardedObject)},
@@ -109,14 +115,16 @@ def _one_rank(models: Path) -> dict[str, dict[str, Any]]:
 
 def test_every_family_is_what_the_weight_map_says(models: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_one_rank, 1, models)
-    assert found.keys() == {*FAMILIES, *WITH_PARTS}
+    assert found.keys() == {*FAMILIES, *WITH_PARTS, *SHRUNK}
     for family, of in found.items():
-        experts = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} if family == "qwen3_moe" else set()
-        plain = {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
-        parts = dict.fromkeys(("olmo2", "olmo3"), {"TEColumnParallelLinear", "TEDotProductAttention"})
-        parts["gemma3_text"] = {"TELayerNormColumnParallelLinear", "TEDotProductAttention"}
-        assert of["modules"] >= parts.get(family, plain)
-        assert of["modules"] >= experts
+        model = Architecture.from_pretrained(models / family)
+        experts = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} if model.is_moe else set()
+        row = {"WithPostNorm" if model.post_norm else "TERowParallelLinear"}
+        column = {"TELayerNormColumnParallelLinear"} if model.pre_norm else {"TEColumnParallelLinear"}
+        kinds = {"TEColumnParallelLinear"} if model.latent is not None or model.linear_layers else column
+        assert of["modules"] >= {*experts, *row, *kinds}
+        assert of["modules"].isdisjoint({"ColumnParallelLinear", "RowParallelLinear", "SequentialMLP"}), family
+        assert ("TEDotProductAttention" in of["modules"]) is not model.needs_packed_attention, family
         assert of["in_model"] == of["in_map"], family
         assert of["stored"] == of["places"], family
         assert of["objects"] == {"_extra_state"}, family
@@ -138,7 +146,9 @@ def test_two_ranks_read_and_give_back_the_same_bits(models: Path, with_transform
     assert with_transformer_engine(_two_ranks, 2, models) == [[]] * len(LAYOUTS)
 
 
-CHECKPOINTS = {"qwen3": {TP: 2, SP: True}, "qwen3_moe": {TP: 2, SP: True, EP: 2, ETP: 1}}
+CHECKPOINTS = {"qwen3": {TP: 2, SP: True}} | dict.fromkeys(
+    ("qwen3_moe", "deepseek_v3", "qwen3_next"), {TP: 2, SP: True, EP: 2, ETP: 1}
+)
 
 
 def _learner(directory: Path, world: int, **settings: Any) -> Any:
