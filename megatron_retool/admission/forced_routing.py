@@ -18,8 +18,9 @@ from torch import Tensor
 
 from conversion.files.dist_metadata import load_arrays
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.tiny_model import Copies, hf_log_probs, stored_gradients
+from megatron_retool.admission.tiny_model import Copies, hf_log_probs
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
+from megatron_retool.doctor.model import stored_gradients
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.backends.transformers_routing import forced_gates

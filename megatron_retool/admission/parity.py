@@ -18,14 +18,13 @@ from megatron_retool.admission.tiny_model import (
     converted,
     hf_log_probs,
     random_batch,
-    stored_gradients,
     stored_weights,
     with_copies,
 )
 from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig
-from megatron_retool.doctor.model import sequences
+from megatron_retool.doctor.model import sequences, stored_gradients
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.trajectory import TrajectoryBatch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from conversion.model.attention_config import normalise_latents
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.doctor import model as doctor_model
-from megatron_retool.doctor.model import sequences
+from megatron_retool.doctor.model import sequences, stored
 from megatron_retool.errors import InputError
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -80,20 +80,6 @@ def transformers_config(config: Any) -> Any:
     # The code that auto_map names is not run, and there is no question whether to.
     fields = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "auto_map")}
     return AutoConfig.for_model(config["model_type"], **fields)
-
-
-def stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` (or gradients) by the model's names -> by those of its checkpoint: transformers keeps experts fused
-    and renames what its models share."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    result: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return {name: tensor.clone() for name, tensor in result.items()}
-
-
-def stored_gradients(model: Any) -> dict[str, Tensor]:
-    """Gradients under the names that a checkpoint on disk has; a parameter without one has zeros."""
-    return stored(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
 
 
 def stored_weights(model: Any) -> dict[str, Tensor]:

@@ -137,6 +137,13 @@ STEPS = (
         needs=("reference",),
     ),
     DoctorStep(
+        "learner_own_attention",
+        LEARNER,
+        "the same of latent attention, gated delta nets, Mamba-2 and attention sinks",
+        "megatron_retool.doctor.learner_steps:own_attention",
+        _PARITY,
+    ),
+    DoctorStep(
         "learner_fp8_tensorwise",
         LEARNER,
         "the same with learner.fp8.recipe=tensorwise",

@@ -39,6 +39,8 @@ FP32 = Bounds(1e-4, 1e-4, 1e-3)
 TF32 = Bounds(5e-3, 5e-3, 5e-2)
 """Products of float32 whose factors are rounded to TF32's 10 bits, as Transformer Engine's may be."""
 BF16 = Bounds(0.05, 0.02, 0.2)
+BF16_STATES = Bounds(0.1, 0.02, 0.7)
+"""With gradients of one number for each head, which are small sums of large parts."""
 FP8 = Bounds(0.4, 0.1, 0.6)
 FP4 = Bounds(1.0, 0.3, 0.95)
 """Three times what the rounding itself makes of log-probs; a gradient of zeros would be 1 apart."""
@@ -140,6 +142,23 @@ def fp32(session: DoctorSession) -> list[StepFigure]:
 def bf16(session: DoctorSession) -> list[StepFigure]:
     """Log-probs and gradients in bfloat16 against transformers."""
     return _parity(session, BF16, "learner.dtype=bfloat16")
+
+
+def own_attention(session: DoctorSession) -> list[StepFigure]:
+    """Log-probs and gradients of models whose attention or states the learner computes itself."""
+    acceleration, batch = Acceleration.detect(), model.mini_batch()
+    figures = [StepFigure("computed on", acceleration.describe())]
+    for kind in model.OWN_ATTENTION:
+        made = model.build(kind)
+        made.save_pretrained(model.model_directory(session, kind))
+        reference = model.compute(made, batch, kind)
+        for dtype, bounds in (
+            ("float32", TF32 if acceleration.transformer_engine else FP32),
+            ("bfloat16", BF16_STATES),
+        ):
+            found = measure(learner_config(session, kind, f"learner.dtype={dtype}"), batch, reference)
+            figures += compare(f"{kind}, {dtype}", found, reference, bounds)
+    return figures
 
 
 def fp8_tensorwise(session: DoctorSession) -> list[StepFigure]:

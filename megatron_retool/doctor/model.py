@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,67 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    DENSE: ("qwen3", {}),
+    EXPERTS: (
+        "qwen3_moe",
+        {
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+        },
+    ),
+    # Every token goes through all experts: rounding chooses no others.
+    "latent attention": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "num_key_value_heads": HEADS,
+            "n_routed_experts": CHOSEN,
+            "num_experts_per_tok": CHOSEN,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 128,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gated delta nets": (
+        "qwen3_next",
+        {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": CHOSEN,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "Mamba-2": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 512,
+        },
+    ),
+    "attention sinks": (
+        "gpt_oss",
+        {"num_local_experts": CHOSEN, "num_experts_per_tok": CHOSEN, "sliding_window": 64, "intermediate_size": 256},
+    ),
+}
+OWN_ATTENTION = tuple(kind for kind in _MODELS if kind not in KINDS)
+"""Models whose attention and states the learner computes itself, also beside Transformer Engine."""
 
 
 def model_directory(session: DoctorSession, kind: str) -> Path:
@@ -66,22 +127,17 @@ def reference(session: DoctorSession) -> list[StepFigure]:
 
 def build(kind: str) -> Any:
     """A transformers model with random float32 weights, its norms included."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    if kind == DENSE:
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**_COMMON))
-    else:
-        sizes: dict[str, Any] = {
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": CHOSEN,
-            "moe_intermediate_size": 128,
-        }
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **sizes, norm_topk_prob=True))
+    model_type, sizes = _MODELS[kind]
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_COMMON, **sizes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.1)
+            elif name.endswith("A_log"):  # of decays: memories of many tokens, where transformers' begin with a few
+                parameter.sub_(3.0)
             # What bfloat16 holds: where the model is loaded in that, only arithmetic differs.
             parameter.copy_(parameter.to(torch.bfloat16))
     return model.float().eval()
@@ -152,30 +208,26 @@ def compute(model: Any, batch: TrajectoryBatch, kind: str) -> dict[str, Any]:
     # The ratio to the old policy is 1, whose gradient is that of the log-probs.
     (-(weighted * log_probs).sum()).backward()
     mask = torch.from_numpy(batch.loss_mask)
-    gradients = {
-        name: tensor
-        for key, parameter in model.named_parameters()
-        for name, tensor in stored_names(key, parameter.grad)
-    }
     return {
         "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
         "loss": float(-weighted.sum()),
-        "gradients": gradients,
+        "gradients": stored_gradients(model),
         "experts": torch.cat(rows).to(torch.uint8).numpy() if rows else None,
     }
 
 
-def stored_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter's tensors under the names that a checkpoint has; transformers fuses experts in memory."""
-    if name.endswith("mlp.experts.gate_up_proj"):
-        for expert, both in enumerate(tensor):
-            for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                yield f"{name.removesuffix('gate_up_proj')}{expert}.{part}.weight", half
-    elif name.endswith("mlp.experts.down_proj"):
-        for expert, down in enumerate(tensor):
-            yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down
-    else:
-        yield name, tensor
+def stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` (or gradients) by the model's names -> by those of its checkpoint: transformers keeps experts fused
+    and renames what its models share."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    result: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return {name: tensor.clone() for name, tensor in result.items()}
+
+
+def stored_gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients under the names that a checkpoint on disk has; a parameter without one has zeros."""
+    return stored(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
 
 
 def with_experts(batch: TrajectoryBatch, experts: np.ndarray[Any, Any] | None) -> TrajectoryBatch:

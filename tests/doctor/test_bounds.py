@@ -10,7 +10,7 @@ import torch
 
 from megatron_retool.cluster.log_prob_check import as_batch, fixed_text
 from megatron_retool.doctor import engine_steps, kernel_steps, model
-from megatron_retool.doctor.learner_steps import BF16, FP8, FP32, TF32, compare
+from megatron_retool.doctor.learner_steps import BF16, BF16_STATES, FP8, FP32, TF32, compare
 from megatron_retool.doctor.outcome import StepFailed
 from megatron_retool.doctor.session import DoctorSession
 
@@ -45,14 +45,14 @@ def test_one_tensor_of_other_weights_is_beyond_every_bound(reference):
         parameter = dict(wrong.named_parameters())["model.layers.2.self_attn.v_proj.weight"]
         parameter.copy_(parameter.flip(0))
     found = model.compute(wrong, model.mini_batch(), model.DENSE)
-    for bounds in (FP32, TF32, BF16, FP8):
+    for bounds in (FP32, TF32, BF16, BF16_STATES, FP8):
         assert not all(held(found, reference, bounds)), bounds
 
 
 def test_one_gradient_that_was_not_summed_is_beyond_every_bound(reference):
     gradients = dict(reference["gradients"])
     gradients["model.layers.1.mlp.down_proj.weight"] = gradients["model.layers.1.mlp.down_proj.weight"] / 4
-    for bounds in (FP32, TF32, BF16, FP8):
+    for bounds in (FP32, TF32, BF16, BF16_STATES, FP8):
         assert held(reference | {"gradients": gradients}, reference, bounds) == [True, True, False]
 
 

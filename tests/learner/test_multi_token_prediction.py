@@ -17,7 +17,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.attention_config import normalise_latents
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import VOCAB_SIZE
-from megatron_retool.admission.tiny_model import random_batch, random_model, stored_gradients
+from megatron_retool.admission.tiny_model import random_batch, random_model
 from megatron_retool.config import (
     Config,
     ConfigError,
@@ -31,7 +31,7 @@ from megatron_retool.config import (
     RolloutConfig,
 )
 from megatron_retool.config.rollout import SpeculativeConfig
-from megatron_retool.doctor.model import sequences
+from megatron_retool.doctor.model import sequences, stored_gradients
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.routed_experts import RoutedExperts
 from tests.learner import test_muon, tiny_models
