@@ -47,7 +47,7 @@ def check_attention(
         ConfigError: the longest text reaches it by itself, and there is no other kernel.
     """
     learner = config.learner
-    on_hopper = not acceleration.packs_attention(architecture) and acceleration.capability == (9, 0)
+    on_hopper = not acceleration.packs_attention(architecture, layout.context) and acceleration.capability == (9, 0)
     if not (config.trainer.deterministic and on_hopper) or learner.share_prefixes or learner.dtype == "float32":
         return None
     budget = learner.max_tokens_per_micro_batch

@@ -145,8 +145,9 @@ class Learner:
             distillation = config.algorithm.distillation
             of_teachers = distillation.teacher_architectures(architecture, config.learner, config.model.families)
         self.acceleration = acceleration_for(config.learner)
-        read_together = (architecture, *of_teachers)
-        self._attention_buckets = any(self.acceleration.packs_attention(each) for each in read_together)
+        self._attention_buckets = any(
+            self.acceleration.packs_attention(each, self.layout.context) for each in (architecture, *of_teachers)
+        )
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         kernels = check_attention(config, architecture, self.layout, self.acceleration)

@@ -95,7 +95,7 @@ class PackedModel(GPTModel):
                 vp_stage=vp_stage,
             )
         self.architecture = architecture
-        self._packs_attention = acceleration.packs_attention(architecture)
+        self._packs_attention = acceleration.packs_attention(architecture, config.context_parallel_size)
         frequencies = inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table, self._local_rotary_table = RotaryTable(frequencies), None

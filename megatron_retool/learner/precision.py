@@ -84,9 +84,11 @@ class Acceleration:
         """The same device with Megatron-Core's and torch's own layers and kernels."""
         return replace(self, transformer_engine=None, apex=False, fused_weight_gradient=False, flash_attention=None)
 
-    def packs_attention(self, architecture: Architecture) -> bool:
-        """Whether attention of such a model is the learner's own (``attention.py``) and not Transformer Engine's."""
-        return self.transformer_engine is None or architecture.needs_packed_attention
+    def packs_attention(self, architecture: Architecture, context_parallel_size: int = 1) -> bool:
+        """Whether attention of such a model is the learner's own (``attention.py``) and not Transformer Engine's, which
+        lacks context parallelism for packed sequences and a window."""
+        windowed = architecture.sliding_window is not None and context_parallel_size > 1
+        return self.transformer_engine is None or architecture.needs_packed_attention or windowed
 
     def describe(self) -> str:
         """One line for the start of a run."""
@@ -159,12 +161,6 @@ def check_precision(
         raise ConfigError("learner.optimizer.cpu_offload=true needs CUDA and Transformer Engine: set it to false")
     if optimizer.cpu_offload and not learner.use_distributed_optimizer:
         raise ConfigError("learner.optimizer.cpu_offload=true needs learner.use_distributed_optimizer=true")
-    windowed = architecture.sliding_window is not None
-    if windowed and learner.context_parallel_size > 1 and not acceleration.packs_attention(architecture):
-        raise ConfigError(
-            "Transformer Engine has no context parallelism for the model's sliding-window attention: set "
-            "learner.context_parallel_size=1"
-        )
     _check_recompute(learner, architecture, acceleration)
 
 

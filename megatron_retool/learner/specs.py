@@ -186,8 +186,9 @@ def block_spec(
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = [kind_of(architecture, layer) for layer in range(first, first + count)]
     engine = acceleration.transformer_engine is not None
+    packs_attention = share_prefixes or acceleration.packs_attention(architecture, config.context_parallel_size)
     specs = {
-        kind: _engine_layer(architecture, config, kind, share_prefixes)
+        kind: _engine_layer(architecture, config, kind, packs_attention)
         if engine
         else _local_layer(architecture, config, kind)
         for kind in set(kinds)
@@ -207,7 +208,11 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
     has some."""
     engine = acceleration.transformer_engine is not None
     kind = LayerKind(architecture.is_moe)
-    layer = (_engine_layer if engine else _local_layer)(architecture, config, kind)
+    if engine:
+        packs_attention = acceleration.packs_attention(architecture, config.context_parallel_size)
+        layer = _engine_layer(architecture, config, kind, packs_attention)
+    else:
+        layer = _local_layer(architecture, config, kind)
     place_norms(layer.submodules, architecture, engine)
     place_positions(layer.submodules, architecture)
     place_residual(layer.submodules, architecture)
@@ -257,14 +262,14 @@ def leave_out(layer: Any, kind: LayerKind) -> None:
 
 
 def _engine_layer(
-    architecture: Architecture, config: TransformerConfig, kind: LayerKind, share_prefixes: bool = False
+    architecture: Architecture, config: TransformerConfig, kind: LayerKind, packs_attention: bool
 ) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if kind.experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm and kind.experts,
         qk_layernorm=config.qk_layernorm,
     )
-    if share_prefixes or architecture.needs_packed_attention:
+    if packs_attention:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
     _place_mixer(spec, architecture, kind, ENGINE_LINEARS, TENorm)
     return spec

@@ -47,9 +47,9 @@ def layer_activations(
                                                                                          heads together local in both
         latents      t c (8 + w) / s                          the same                   c features of latents and of
                                                                                          the shared key (DeepSeek-V3)
-        chosen keys  t CP t w                                 the same                   mask of the pairs of a text as
-                                                                                         long as the micro-batch
-                                                                                         (DeepSeek-V3.2)
+        mask         t CP t w, where attention is the         the same                   of a text as long as the
+                     learner's own                                                       micro-batch: with CP, and of
+                                                                                         chosen keys (DeepSeek-V3.2)
         state        see ``_delta_net``, ``_mamba``           the same                   in attention's place
                                                                                          (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
@@ -78,8 +78,10 @@ def layer_activations(
         parts["attention"] = 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp
     if a.latent is not None:
         parts["latents"] = tokens * (a.query_rank + a.cached_size) * (8 + width) / split
-    if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
-        parts["chosen keys"] = tokens * layout.context * tokens * width
+    chosen = a.indexer is not None and tokens * layout.context > a.indexer.index_topk
+    packed = not fused or a.needs_packed_attention or a.sliding_window is not None
+    if mixer and not linear and (chosen or (packed and layout.context > 1)):
+        parts["mask"] = tokens * layout.context * tokens * width
     if linear:
         state = _mamba(a.mamba, width) if a.mamba is not None else _delta_net(a, width)
         parts["attention"] = tokens * state / tp

@@ -43,11 +43,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     machines = parse_machines(options.gpus or _machines_of(config.cluster, config.learner), options.gpus_per_node)
     name, architecture = resolve_architecture(config.model, config.demo, options.model)
     layout = config.learner.layout(architecture)
-    if architecture.sliding_window is not None and layout.context > 1 and not machines.accelerator.is_cpu:
-        raise ConfigError(
-            f"learner.context_parallel_size={layout.context}: context parallelism on GPUs is missing for the "
-            f"sliding-window attention of {name}: set it to 1"
-        )
     workload = _workload(options, config, measured)
 
     report.print_header(

@@ -79,7 +79,7 @@ def _take_turns(directory: Path, place: Path, settings: tuple[str, ...], world: 
     ("name", "family", "world"),
     [
         pytest.param("bfloat16", "qwen3_moe", 1, marks=pytest.mark.slow),
-        pytest.param("main parameters as remainders", "qwen3", 1, marks=pytest.mark.slow),
+        pytest.param("main parameters as remainders", "qwen3", 1, marks=pytest.mark.rare),
         pytest.param("reductions overlap", "qwen3", 2, marks=pytest.mark.rare),
         pytest.param("bfloat16", "qwen3", 2, marks=pytest.mark.rare),
         pytest.param("moments in bfloat16", "qwen3", 1, marks=pytest.mark.rare),

@@ -61,12 +61,10 @@ def test_refused_before_any_work(
         check_precision(learner, OptimizerConfig(**optimizer), DENSE, machine)
 
 
-def test_sliding_window_has_no_context_parallelism_in_transformer_engine() -> None:
+def test_context_parallelism_of_a_window_is_not_transformer_engines() -> None:
     windowed = replace(DENSE, sliding_window=64)
-    learner = LearnerConfig(world_size=2, context_parallel_size=2)
-    check_precision(learner, OptimizerConfig(), windowed, BARE_H200)
-    with pytest.raises(ConfigError, match="sliding-window"):
-        check_precision(learner, OptimizerConfig(), windowed, H200)
+    assert H200.packs_attention(windowed, 2) and BARE_H200.packs_attention(DENSE)
+    assert not H200.packs_attention(windowed) and not H200.packs_attention(DENSE, 2)
 
 
 @pytest.mark.parametrize(
