@@ -285,6 +285,7 @@ def _place_mixer(
         layer.self_attention = ModuleSpec(module, params={"sizes": architecture.recurrent, "linears": linears})
     elif architecture.latent is not None:
         params = {
+            **layer.self_attention.params,
             "sizes": architecture.latent,
             "rotated": architecture.rotary_dim,
             "indexer": architecture.indexer,
