@@ -51,8 +51,6 @@ COMMANDS = [
     ("plan --gpus H100x8 --sizes 8,x", "--sizes"),
     ("plan --gpus H100x8 --suggestions many", "--suggestions"),
     ("plan", "model"),
-    ("plan --gpus H100x8 --model gpt-oss-20b learner.world_size=8 learner.context_parallel_size=2",
-     "context_parallel_size=2", "gpt-oss"),
     ("doctor --steps nosuch", "--steps nosuch", "--list"),
     ("doctor --output empty", "--output empty is a directory"),
     ("doctor --output a_file/report.json", "a_file is a file", "--output"),
