@@ -37,7 +37,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import SessionLimits, TurnRequest
 from sglang_rollout.gateway.server import Gateway

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_retool.runs.demo_base import DemoBase
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, TrajectoryState
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2

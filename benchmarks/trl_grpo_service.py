@@ -26,7 +26,7 @@ from megatron_retool.config import Config
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason, Trajectory
-from sglang_rollout.agent.tool_call_formats import make_format
+from sglang_rollout.agent.chosen_format import make_format
 from sglang_rollout.agent.turn_glue import TurnGlue
 from tools.registry import ToolRegistry
 from tools.tool import TrajectoryInfo

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 
 
 class WaitingAgent(AgentLoop):

@@ -26,7 +26,6 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
     refuse_early("mcore_to_hf", __doc__)
 
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -41,11 +40,12 @@ from torch import Tensor
 
 from conversion import fp8_export
 from conversion.files import command_lines
-from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, RECORD_NAME, MergedCheckpoint, read_record
+from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, MergedCheckpoint, read_record
 from conversion.files.checksums import COMPLETE_NAME, FilePart, FileRecord, verified_meanwhile
-from conversion.files.companions import check_tokenizer, copy_companions
-from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
+from conversion.files.companions import check_tokenizer
+from conversion.files.directory import check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.files.export_companions import companion_directory, write_companions
 from conversion.files.hf_checkpoint import FileWriter, TensorSpec, check_finite, is_finite, plan_files, write_index
 from conversion.files.predictors import PREFIX, Predictors, of_checkpoint, of_directory
 from conversion.files.weights_alone import WEIGHTS_PART
@@ -54,20 +54,17 @@ from conversion.hf_to_mcore import print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     Form,
-    blockwise_quantization_config,
     form_of,
     is_quantized,
     quantize_named,
     quantized_names,
     takes_power_of_two,
 )
-from conversion.model.config_reader import PREDICTORS
 from conversion.model.mapping import Mapping, to_hf
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, checkpoint_place
 from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
-from run_files.atomic_files import write_text
 
 
 def export(
@@ -156,7 +153,7 @@ def export(
             write_index(temporary, files)
             if isinstance(checkpoint, MergedCheckpoint):
                 checkpoint.write_peft(temporary / PEFT_DIRECTORY)
-            _write_companions(companions, temporary, weight_map, dtype, fp8=fp8, predictors=predictors)
+            write_companions(companions, temporary, weight_map, dtype, fp8=fp8, predictors=predictors)
             report: dict[str, Any] = {
                 "family": architecture.family,
                 "tensors": sum(len(specs) for _, specs in files) - len(carried.mappings),
@@ -202,20 +199,6 @@ def _is_read(path: Path) -> bool:
     """Whether an export needs a file's contents: the learner keeps weights and optimizer state in different files."""
     weights = any(WEIGHTS_PART in other.name for other in path.parent.glob("*.distcp"))
     return path.suffix != ".distcp" or not weights or WEIGHTS_PART in path.name
-
-
-def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None) -> Path:
-    """Where config.json and the tokenizer of a checkpoint are.
-
-    Raises:
-        DistCheckpointError: nowhere.
-    """
-    directory = mcore_dir / COMPANIONS if hf_config_dir is None else Path(hf_config_dir)
-    if not (directory / "config.json").is_file():
-        raise DistCheckpointError(
-            f"{directory} has no config.json: pass --hf-config-dir with the model directory that training started from"
-        )
-    return directory
 
 
 def _quantized_form(weight_map: WeightMap, scales: str) -> tuple[Form, bool]:
@@ -284,14 +267,6 @@ def _specs(
 def _carried_specs(carried: Predictors, mapping: Mapping, dtype: torch.dtype | None) -> list[TensorSpec]:
     stored = getattr(torch, carried.dtype(mapping))
     return [TensorSpec(mapping.hf_names[0], mapping.mcore_shape, mapping.cast_to(dtype) or stored)]
-
-
-def _announce_no_predictors(directory: Path) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    announced = {key: 0 for key in PREDICTORS if config.get(key)}
-    if announced:
-        write_text(path, json.dumps({**config, **announced}, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
@@ -423,36 +398,6 @@ def _blocks(mapping: Mapping, source: int, job: _Job) -> Iterator[Tensor]:
     for _, start, rows in mapping.hf_runs(source):
         for block in job.checkpoint.row_blocks(place, mapping.mcore_shape, start, start + rows):
             yield block if dtype is None else block.to(dtype)
-
-
-def _write_companions(
-    companions: Path,
-    directory: Path,
-    weight_map: WeightMap,
-    dtype: torch.dtype | None,
-    *,
-    fp8: bool,
-    predictors: bool,
-) -> None:
-    """config.json of what was written, and the tokenizer's files as they are."""
-    copy_companions(companions, directory, keep=lambda name: name != RECORD_NAME)
-    _write_config(companions, directory, weight_map, dtype, fp8)
-    if not predictors:
-        _announce_no_predictors(directory)
-
-
-def _write_config(
-    companions: Path, directory: Path, weight_map: WeightMap, dtype: torch.dtype | None, fp8: bool
-) -> None:
-    if dtype is None and not fp8:
-        return
-    config = json.loads((companions / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None:
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(dtype).removeprefix("torch.")
-    if fp8:
-        config["quantization_config"] = blockwise_quantization_config(weight_map)
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from megatron_retool.config import RolloutConfig
 from megatron_retool.rollout_rows import ROW_NAMES, with_row
 from sglang_rollout.agent.branching import EntropyBranching
-from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 
 Purpose = Literal["train", "validation"]
 """What trajectories are for. Those of validation do not branch, are not paused, and are not counted."""

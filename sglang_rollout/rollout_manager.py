@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import is_task_agent, make_agent
-from sglang_rollout.agent.loop import Agent, TrajectoryState
+from sglang_rollout.agent.loop import Agent
 from sglang_rollout.agent.paused_groups import PausedGroup
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.engine.base import Engine
 from sglang_rollout.engine.configured import make_engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from megatron_retool.config import SamplingConfig
 from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import check_rows
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import (
     EngineClientError,
     EngineRejected,

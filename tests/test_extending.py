@@ -27,7 +27,7 @@ from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.registry import Need
 from megatron_retool.rewards.overlong import length_penalties, length_penalty
-from sglang_rollout.agent.tool_call_formats import make_format
+from sglang_rollout.agent.chosen_format import make_format
 from sglang_rollout.engine.base import GenerateRequest
 from sglang_rollout.engine.configured import make_engine
 from tests.conversion.conftest import save_tokenizer

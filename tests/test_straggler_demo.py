@@ -13,7 +13,8 @@ from benchmarks.straggler_demo import GO_ON, LongTail
 from megatron_retool.config import MultiTurnConfig, load_config
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.agents import check_agent
-from sglang_rollout.agent.loop import AgentSetup, TrajectoryState
+from sglang_rollout.agent.loop import AgentSetup
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, build_tokenizer
 from tests.sglang_rollout.scripted import ScriptedTools

@@ -15,21 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from conversion.model.config_reader import DECLARATIONS, MOST, ConfigReader, UnsupportedArchitecture, shown
+from conversion.model.module_patterns import CURE, Names, check_patterns
 from untrusted import load_json
 
 DECLARED_BESIDE = "hf_quant_config.json"
 """Where ModelOpt declares it, beside config.json."""
 FLOATS = ("float32", "bfloat16", "float16")
-_CURE = "start from the full-precision weights"
 _READ = "read are fp8 in blocks of 128 x 128, mxfp4, compressed-tensors and modelopt"
-_MOST_PATTERNS = 1000
-_MOST_PATTERN_LENGTH = 1000
-_PATTERN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,63 +61,6 @@ class Scheme:
     def per_item(self) -> int:
         """Numbers in one element of the stored tensor."""
         return {"int32": 32 // self.bits, "uint8": 2}.get(self.stored, 1)
-
-
-@dataclass(frozen=True)
-class Names:
-    """Modules that a list of names means.
-
-    Attributes:
-        whole: names.
-        below: whether everything below one of ``whole`` is meant too.
-        prefixes: how names begin.
-        patterns: regular expressions that match from a name's beginning on.
-        parts: what may stand between two points of a name; those of ``part_patterns`` match all of it.
-        linear: whether every linear layer is meant.
-        embeddings: whether every embedding is.
-    """
-
-    whole: frozenset[str] = frozenset()
-    below: bool = False
-    prefixes: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    parts: frozenset[str] = frozenset()
-    part_patterns: tuple[str, ...] = ()
-    linear: bool = False
-    embeddings: bool = False
-
-    def by_name(self, module: str) -> bool:
-        """Whether the module's name is meant."""
-        pieces = module.split(".")
-        above = (".".join(pieces[:count]) for count in range(1, len(pieces)))
-        return (
-            module in self.whole
-            or module.startswith(self.prefixes)
-            or (self.below and any(name in self.whole for name in above))
-            or not self.parts.isdisjoint(pieces)
-            or any(_matches(pattern, module) for pattern in self.patterns)
-            or any(_matches(pattern, piece) for pattern in self.part_patterns for piece in pieces)
-        )
-
-    def by_class(self, module: str) -> bool:
-        """Whether the module's class is meant."""
-        return self.embeddings if module.rpartition(".")[2].startswith("embed") else self.linear
-
-
-@lru_cache(maxsize=_MOST_PATTERNS)
-def _compiled(pattern: str) -> Any:
-    import regex
-
-    return regex.compile(pattern)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return _compiled(pattern).match(name, timeout=_PATTERN_SECONDS) is not None
-    except TimeoutError:
-        raise UnsupportedArchitecture(
-            f"the pattern {shown(pattern)} takes more than a second for {name}: write a simpler one, or {_CURE}"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -252,7 +192,7 @@ def quantization_in(hf_config: Mapping[str, Any]) -> Quantization | None:
         return _of_compressed_tensors(reader, key, dtype)
     if isinstance(method, str) and method.startswith("modelopt"):
         return _of_modelopt(reader, dtype, key)
-    raise UnsupportedArchitecture(f"{key} has quant_method={shown(method)}, which is not read: {_CURE}; {_READ}")
+    raise UnsupportedArchitecture(f"{key} has quant_method={shown(method)}, which is not read: {CURE}; {_READ}")
 
 
 def _dtype(hf_config: Mapping[str, Any]) -> str:
@@ -274,7 +214,7 @@ def _require(found: Mapping[str, Any], where: str, what: str, **expected: tuple[
     for key, values in expected.items():
         if found.get(key) not in values:
             raise UnsupportedArchitecture(
-                f"{where} {key}={shown(found.get(key))}: of {what} only {shown(values[-1])} is read, or {_CURE}"
+                f"{where} {key}={shown(found.get(key))}: of {what} only {shown(values[-1])} is read, or {CURE}"
             )
 
 
@@ -299,18 +239,18 @@ def _of_compressed_tensors(reader: ConfigReader, key: str, dtype: str) -> Quanti
     status = reader.mapping.get("quantization_status")
     if status not in (None, "compressed"):
         raise UnsupportedArchitecture(
-            f"{key}.quantization_status={shown(status)}: only weights that are stored compressed are read; {_CURE}"
+            f"{key}.quantization_status={shown(status)}: only weights that are stored compressed are read; {CURE}"
         )
     if reader.mapping.get("transform_config"):
-        raise UnsupportedArchitecture(f"{key}.transform_config is set: rotated weights are not read; {_CURE}")
+        raise UnsupportedArchitecture(f"{key}.transform_config is set: rotated weights are not read; {CURE}")
     sparsity = reader.inner("sparsity_config").mapping
     if sparsity and sparsity.get("format") != "dense":
         raise UnsupportedArchitecture(
-            f"{key}.sparsity_config has format={shown(sparsity.get('format'))}: sparse weights are not read; {_CURE}"
+            f"{key}.sparsity_config has format={shown(sparsity.get('format'))}: sparse weights are not read; {CURE}"
         )
     groups = reader.inner("config_groups")
     if not groups.mapping and not reader.has("kv_cache_scheme"):
-        raise UnsupportedArchitecture(f"{key}.config_groups is missing: it says how weights are stored; or {_CURE}")
+        raise UnsupportedArchitecture(f"{key}.config_groups is missing: it says how weights are stored; or {CURE}")
     schemes = []
     for name in groups.mapping:
         group = groups.inner(name)
@@ -325,22 +265,22 @@ def _of_compressed_tensors(reader: ConfigReader, key: str, dtype: str) -> Quanti
 def _scheme(weights: ConfigReader, form: str, place: str) -> Scheme:
     if form not in _FORMATS:
         raise UnsupportedArchitecture(
-            f"{place} has format={shown(form)}, which is not read: {_CURE}; read are {', '.join(_FORMATS)}"
+            f"{place} has format={shown(form)}, which is not read: {CURE}; read are {', '.join(_FORMATS)}"
         )
     kind, bits = weights.text("type", "int").lower(), weights.integer("num_bits", 8)
     if not any(kind == each and bits in numbers for each, numbers in _FORMATS[form]):
         raise UnsupportedArchitecture(
-            f"{place} has type={shown(kind)} and num_bits={bits} in the format {form}, which is not read: {_CURE}"
+            f"{place} has type={shown(kind)} and num_bits={bits} in the format {form}, which is not read: {CURE}"
         )
     symmetric = weights.flag("symmetric", True)
     if kind == "float" and not symmetric:
-        raise UnsupportedArchitecture(f"{place} has symmetric=false with floating-point weights: {_CURE}")
+        raise UnsupportedArchitecture(f"{place} has symmetric=false with floating-point weights: {CURE}")
     if weights.mapping.get("dynamic"):
-        raise UnsupportedArchitecture(f"{place} has dynamic={shown(weights.mapping['dynamic'])} weights: {_CURE}")
+        raise UnsupportedArchitecture(f"{place} has dynamic={shown(weights.mapping['dynamic'])} weights: {CURE}")
     block = _block(weights, place)
     group_size = _GROUP_SIZES.get(form)
     if group_size is not None and block != (1, group_size):
-        raise UnsupportedArchitecture(f"{place} is not in groups of {group_size}, as the format {form} is: {_CURE}")
+        raise UnsupportedArchitecture(f"{place} is not in groups of {group_size}, as the format {form} is: {CURE}")
     if form == "nvfp4-pack-quantized":
         return Scheme(
             "uint8", 4, block, "weight_packed", scale_dtypes=("float8_e4m3fn",), second="weight_global_scale",
@@ -386,14 +326,14 @@ def _block(weights: ConfigReader, place: str) -> tuple[int, int]:
         raise UnsupportedArchitecture(
             f"{place}.weights.block_structure={shown(weights.mapping.get('block_structure'))} is no two sizes"
         )
-    raise UnsupportedArchitecture(f"{place} has strategy={shown(strategy)}, which is not read: {_CURE}")
+    raise UnsupportedArchitecture(f"{place} has strategy={shown(strategy)}, which is not read: {CURE}")
 
 
 def _targets(listed: list[Any], place: str) -> Names:
     """Names, patterns behind "re:", and the classes Linear and Embedding."""
     texts = _texts(listed, place)
     patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
-    _check_patterns(patterns, place)
+    check_patterns(patterns, place)
     whole = frozenset(text for text in texts if not text.startswith("re:"))
     return Names(whole, patterns=tuple(patterns), linear="Linear" in whole, embeddings="Embedding" in whole)
 
@@ -403,20 +343,6 @@ def _texts(listed: list[Any], place: str) -> list[str]:
         if not isinstance(value, str):
             raise UnsupportedArchitecture(f"{place} holds {shown(value)}, which is no name")
     return listed
-
-
-def _check_patterns(patterns: Sequence[str], place: str) -> None:
-    import regex
-
-    if len(patterns) > _MOST_PATTERNS:
-        raise UnsupportedArchitecture(f"{place} has {len(patterns)} patterns: no more than {_MOST_PATTERNS} are read")
-    for pattern in patterns:
-        try:
-            if len(pattern) > _MOST_PATTERN_LENGTH:
-                raise ValueError(f"more than {_MOST_PATTERN_LENGTH} characters")
-            _compiled(pattern)
-        except (ValueError, OverflowError, RecursionError, regex.error) as error:
-            raise UnsupportedArchitecture(f"{place}: {shown(pattern)} is no pattern: {error}") from None
 
 
 # --- ModelOpt ---------------------------------------------------------------------------------------------------------
@@ -475,7 +401,7 @@ def _modelopt_scheme(algorithm: str, reader: ConfigReader) -> Scheme:
     why = _MODELOPT_REFUSED.get(name, "")
     raise UnsupportedArchitecture(
         f"ModelOpt has quantised the weights with quant_algo={shown(algorithm)}, which is not read"
-        f"{f', since {why}' if why else ''}: {_CURE}"
+        f"{f', since {why}' if why else ''}: {CURE}"
     )
 
 
@@ -492,7 +418,7 @@ def _excluded(texts: list[str], place: str) -> Names:
     others = [text for text in texts if set(text) & _WILD and text not in prefixes]
     parts = [text for text in texts if "." not in text]
     for listed in (others, parts):
-        _check_patterns([translate(text) for text in listed if set(text) & _WILD], place)
+        check_patterns([translate(text) for text in listed if set(text) & _WILD], place)
     return Names(
         frozenset(text for text in texts if not set(text) & _WILD),
         below=True,

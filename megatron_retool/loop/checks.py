@@ -178,7 +178,7 @@ def check_extensions(config: Config) -> None:
     from megatron_retool.monitor.own_metrics import check_own_metrics
     from megatron_retool.rewards.manager import added_to_reward, check_reward
     from sglang_rollout.agent.agents import BUILT_IN, check_agent
-    from sglang_rollout.agent.tool_call_formats import check_format
+    from sglang_rollout.agent.chosen_format import check_format
     from sglang_rollout.engine.configured import check_engine
     from tools.registry import check_tools
 

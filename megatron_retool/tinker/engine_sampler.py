@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.target_sequences import Int64Array, RequestRefused
-from megatron_retool.tinker.requests import SampleRequest
+from megatron_retool.tinker.sample_requests import SampleRequest
 from megatron_retool.tinker.sampler import LikeliestTokens, SampledTokens, SampleResult
 from megatron_retool.tinker.wire import MASKED
 from sglang_rollout.engine.base import (

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron_retool.target_sequences import FloatArray
 from megatron_retool.tinker.messages import MESSAGES
-from megatron_retool.tinker.requests import SampleRequest
+from megatron_retool.tinker.sample_requests import SampleRequest
 from megatron_retool.tinker.wire import tensor_message, top_tokens_message
 
 Ids = npt.NDArray[np.integer[Any]]

@@ -10,15 +10,9 @@ from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker.checkpoints import Checkpoints
 from megatron_retool.tinker.loaded_adapters import LoadedAdapters
 from megatron_retool.tinker.promises import Outcome, Promises, failure
-from megatron_retool.tinker.requests import (
-    CheckpointPath,
-    SampleRequest,
-    checkpoint_path,
-    read_sample,
-    required_integer,
-    required_text,
-)
+from megatron_retool.tinker.requests import CheckpointPath, checkpoint_path, required_integer, required_text
 from megatron_retool.tinker.run_store import SamplerRecord
+from megatron_retool.tinker.sample_requests import SampleRequest, read_sample
 from megatron_retool.tinker.sampler import PromptSampler
 from megatron_retool.tinker.served_model import ServedModel
 from megatron_retool.tinker.sessions import ClientSessions

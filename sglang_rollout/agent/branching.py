@@ -31,7 +31,7 @@ from megatron_retool.config import BranchingConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import Trajectory
 from run_files.steps import RowKey
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 
 TOP_LOG_PROBS = 10

@@ -29,7 +29,7 @@ from megatron_retool.routed_experts import (
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from run_files.atomic_files import atomic_write
 from run_files.parquet_files import damage_named, read_parquet, write_row_groups
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from untrusted import load_own_json
 

@@ -33,6 +33,7 @@ from sglang_rollout.engine.base import (
     ScoredText,
     ScoreRequest,
 )
+from sglang_rollout.engine.generate_messages import error_text, generate_body, version_of, weight_versions_of
 from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name
 from sglang_rollout.engine.routed_experts import RoutingShape
@@ -118,7 +119,7 @@ class SGLangClient:
             rid = uuid.uuid4().hex
             if on_start is not None:
                 on_start(rid)
-            call = asyncio.ensure_future(self.request("/generate", _generate_body(request, rid), self.timeout_seconds))
+            call = asyncio.ensure_future(self.request("/generate", generate_body(request, rid), self.timeout_seconds))
             try:
                 if deadline_seconds is not None:
                     done, _ = await asyncio.wait({call}, timeout=max(0.0, deadline_seconds))
@@ -256,7 +257,7 @@ class SGLangClient:
     async def weight_version(self) -> int:
         """Version of the weights that the engine serves."""
         info = await self.request("/model_info", retries=self.retries)
-        return _version(info.get("weight_version"))
+        return version_of(info.get("weight_version"))
 
     async def healthy(self, timeout_seconds: float = 10.0) -> bool:
         """Whether the engine generates (SGLang's /health_generate; takes at least a second)."""
@@ -364,9 +365,9 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(self.base_url, f"{type(error).__name__}: {error}", path) from error
         if status >= 500:
-            raise EngineFailed(self.base_url, f"HTTP {status}: {_message(answer)}", path)
+            raise EngineFailed(self.base_url, f"HTTP {status}: {error_text(answer)}", path)
         if status >= 400:
-            raise EngineRejected(self.base_url, f"HTTP {status}: {_message(answer)}", path)
+            raise EngineRejected(self.base_url, f"HTTP {status}: {error_text(answer)}", path)
         if not answer:
             return {}
         try:
@@ -429,7 +430,7 @@ class SGLangClient:
         return GenerateResult(
             output_ids=output_ids,
             log_probs=log_probs,
-            weight_versions=_versions(meta, len(output_ids)),
+            weight_versions=weight_versions_of(meta, len(output_ids)),
             finish_reason=reason,
             matched_stop=finish.get("matched"),
             prompt_tokens=meta.get("prompt_tokens", 0),
@@ -456,69 +457,3 @@ class SGLangClient:
 async def _pause_before_retry(attempt: int) -> None:
     # Full jitter: hundreds of trajectories lose their connection at the same moment.
     await asyncio.sleep(random.uniform(0.0, min(RETRY_MAX_SECONDS, RETRY_BASE_SECONDS * 2**attempt)))
-
-
-def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
-    sampling = {
-        "max_new_tokens": request.max_new_tokens,
-        "temperature": request.sampling.temperature,
-        "top_p": request.sampling.top_p,
-        "top_k": request.sampling.top_k,
-        "min_p": request.sampling.min_p,
-        "stop_token_ids": list(request.stop.token_ids),
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if not request.stop.end_of_sequence:
-        sampling["ignore_eos"] = True
-    if request.stop.strings:
-        sampling["stop"] = list(request.stop.strings)
-    if request.seed is not None:
-        sampling["sampling_seed"] = request.seed
-    sampling |= request.steering.penalties
-    if request.steering.grammar is not None:
-        sampling[request.steering.grammar.kind] = request.steering.grammar.text
-    body: dict[str, Any] = {
-        "rid": rid,
-        "input_ids": list(request.input_ids),
-        "sampling_params": sampling,
-        "return_logprob": True,
-    }
-    if request.wants_filtered:
-        # SGLang then returns each token's support too.
-        body["return_sampling_mask"] = True
-        sampling["top_k"] = request.sampling.most_tokens
-    if request.routed_experts_start is not None:
-        body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_experts_start}
-    if request.adapter is not None:
-        body["lora_path"] = request.adapter
-    if request.top_log_probs:
-        body["top_logprobs_num"] = request.top_log_probs
-    return body
-
-
-def _versions(meta: dict[str, Any], count: int) -> list[int]:
-    versions = [_version(meta.get("weight_version"))] * count
-    for span in meta.get("weight_versions") or ():
-        start, end = span["start"], min(span["end"], count)
-        versions[start:end] = [_version(span["version"])] * max(0, end - start)
-    return versions
-
-
-def _version(reported: Any) -> int:
-    """Engines not started by us report "default": the weights they were started with, version 0."""
-    try:
-        return int(reported)
-    except (TypeError, ValueError):
-        return 0
-
-
-def _message(answer: bytes) -> str:
-    text = answer.decode(errors="replace")
-    try:
-        parsed = orjson.loads(answer)
-        inner = parsed.get("error", parsed)
-        text = str(inner.get("message") or inner.get("error_message") or inner if isinstance(inner, dict) else inner)
-    except (orjson.JSONDecodeError, AttributeError):
-        pass
-    return text[:500]

@@ -24,9 +24,10 @@ from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout.agent.call_positions import call_positions
+from sglang_rollout.agent.chosen_format import parsed_calls
 from sglang_rollout.agent.long_texts import by_size
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, TrajectoryState, row_of
-from sglang_rollout.agent.tool_call_formats import parsed_calls
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, row_of
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.environments.base import Action, Call, Environment, Message, environments
 from sglang_rollout.environments.episode import EnvironmentFailure, Episode

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_retool.config import SamplingConfig
 from sglang_rollout.agent.long_texts import in_thread
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult, RankedText, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.conversation import TextAnswer, TextCall, TextToken

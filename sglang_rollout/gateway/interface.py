@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult, RankedText, Steering, StopConditions
 
 IntArray = npt.NDArray[np.int32]

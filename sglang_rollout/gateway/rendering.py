@@ -18,9 +18,10 @@ from megatron_retool.data.chat_template import ChatTemplateError as RenderError
 from megatron_retool.data.chat_template import render
 from megatron_retool.registry import ExtensionError
 from sglang_rollout.agent.call_positions import call_positions
+from sglang_rollout.agent.chosen_format import make_format, parsed_calls
 from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import stop_conditions
-from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, ToolCallFormat, make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, ToolCallFormat
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue, TurnGlueError
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult

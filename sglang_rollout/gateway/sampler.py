@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import (
     EngineClientError,
     EngineFailed,

@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.trajectory import FinishReason, ToolCall
-from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.routing_record import whole_column
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import (
     ConversationAnswer,

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
 from sglang_rollout.agent.long_texts import by_size, in_thread
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import EngineRejected, GenerateResult, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway import constraints

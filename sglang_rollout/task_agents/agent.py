@@ -26,7 +26,8 @@ from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from megatron_retool.trajectory import FinishReason, Trajectory
 from sglang_rollout.agent.agents import task_agents
-from sglang_rollout.agent.loop import Generate, TrajectoryState, opened
+from sglang_rollout.agent.loop import Generate, opened
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway import shortcut
 from sglang_rollout.gateway.interface import Sampler, Segment, SessionHandle, SessionLimits

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from sglang_rollout.agent.loop import TrajectoryState, row_of
+from sglang_rollout.agent.loop import row_of
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.gateway.in_process import GatewayClient, GatewayTransport
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, read_trajectories, write_trajectories
 from run_files.parquet_files import UnreadableFile, read_parquet
 from run_files.steps import read_estimates
-from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from tests.data.test_prompts import TOOLBOX, data_config, verl_row, write
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_retool.config import ToolsConfig
 from megatron_retool.config.rollout import tool_entries
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import TurnRequest
 from tests.sglang_rollout.agent.markov_policy import single

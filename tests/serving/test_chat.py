@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_retool.config import MultiTurnConfig, SamplingConfig, load_config
 from megatron_retool.serving import chat as chat_module
 from megatron_retool.serving.chat import Chat, Lines, PiecewiseSampler
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult, StopConditions
 from sglang_rollout.gateway.interface import TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer

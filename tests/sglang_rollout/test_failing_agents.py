@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import AgentLoop, TrajectoryState
+from sglang_rollout.agent.loop import AgentLoop
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.rollout_manager import MAX_AGENT_FAILURES, RolloutManager
 from sglang_rollout.session import RolloutError
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools

@@ -13,7 +13,7 @@ from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.branching import joined
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.session import RolloutError, first_without_rows, with_trusted_rows
 from tests.sglang_rollout import traced_rows

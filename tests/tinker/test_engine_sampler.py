@@ -11,7 +11,7 @@ import pytest
 from megatron_retool.config import RolloutConfig
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker.engine_sampler import EngineSampler
-from megatron_retool.tinker.requests import SampleRequest
+from megatron_retool.tinker.sample_requests import SampleRequest
 from megatron_retool.tinker.wire import MASKED
 from sglang_rollout.engine.base import (
     EngineFailed,

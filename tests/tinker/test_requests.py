@@ -8,6 +8,7 @@ import pytest
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused
 from megatron_retool.tinker import requests
 from megatron_retool.tinker.requests import CheckpointPath
+from megatron_retool.tinker.sample_requests import read_sample
 from sglang_rollout.gateway.errors import ApiError
 
 VOCABULARY, CONTEXT = 100, 32
@@ -21,7 +22,7 @@ def sample(**changes):
         "sampling_params": changes.pop("sampling_params", {}),
         **changes,
     }
-    return requests.read_sample(body, VOCABULARY, CONTEXT).request
+    return read_sample(body, VOCABULARY, CONTEXT).request
 
 
 def test_a_sample_with_nothing_but_a_prompt():

@@ -9,17 +9,8 @@ from conversion.model.config_reader import ConfigReader
 from conversion.model.expert_config import sigmoid_router
 from conversion.model.family import Family
 from conversion.model.hf_config import unbiased_decoder
-from conversion.model.rules import (
-    COPIES_BEHIND,
-    EXPERTS,
-    LATENT_ATTENTION,
-    ROUTER_BIAS,
-    SHARED_EXPERT,
-    SWIGLU,
-    decoder_rules,
-    predictor_behind,
-    renamed,
-)
+from conversion.model.predictor_rules import COPIES_BEHIND, predictor_behind
+from conversion.model.rules import EXPERTS, LATENT_ATTENTION, ROUTER_BIAS, SHARED_EXPERT, SWIGLU, decoder_rules, renamed
 
 _EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}))
 LAYER = (*LATENT_ATTENTION, *SWIGLU, *_EXPERTS)

@@ -8,9 +8,9 @@ from conversion.model.config_reader import ConfigReader
 from conversion.model.expert_config import sigmoid_router
 from conversion.model.family import Family
 from conversion.model.hf_config import decoder, partial_rotary
+from conversion.model.predictor_rules import COPIES_BEHIND, predictor_behind
 from conversion.model.rules import (
     ATTENTION,
-    COPIES_BEHIND,
     EXPERTS,
     QK_NORM,
     QKV_BIAS,
@@ -19,7 +19,6 @@ from conversion.model.rules import (
     SWIGLU,
     decoder_rules,
     optional,
-    predictor_behind,
     renamed,
 )
 

@@ -8,7 +8,8 @@ from conversion.model.attention_config import optional_sliding_window
 from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
 from conversion.model.hf_config import decoder
-from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules, predictor_rules
+from conversion.model.predictor_rules import predictor_rules
+from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules
 
 _LAYER = (*ATTENTION, *QKV_BIAS, *SWIGLU)
 

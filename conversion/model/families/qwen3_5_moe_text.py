@@ -8,15 +8,9 @@ from conversion.model.config_reader import ConfigReader
 from conversion.model.expert_config import experts, shared_expert
 from conversion.model.families import qwen3_5_text
 from conversion.model.family import Family
+from conversion.model.predictor_rules import predictor_apart
 from conversion.model.recurrent_rules import SPLIT_GATED_DELTA_NET
-from conversion.model.rules import (
-    EXPERTS,
-    GATED_ATTENTION,
-    SHARED_EXPERT,
-    SHARED_EXPERT_GATE,
-    decoder_rules,
-    predictor_apart,
-)
+from conversion.model.rules import EXPERTS, GATED_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, decoder_rules
 
 _EXPERTS = (*EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE)
 

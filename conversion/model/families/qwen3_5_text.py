@@ -8,8 +8,9 @@ from conversion.model.attention_config import gated_delta_net
 from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
 from conversion.model.hf_config import partial_rotary, unbiased_decoder
+from conversion.model.predictor_rules import predictor_apart
 from conversion.model.recurrent_rules import SPLIT_GATED_DELTA_NET
-from conversion.model.rules import GATED_ATTENTION, SWIGLU, decoder_rules, predictor_apart
+from conversion.model.rules import GATED_ATTENTION, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

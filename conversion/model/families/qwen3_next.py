@@ -9,16 +9,9 @@ from conversion.model.config_reader import ConfigReader
 from conversion.model.expert_config import experts, listed_dense_layers, shared_expert
 from conversion.model.family import Family
 from conversion.model.hf_config import partial_rotary, unbiased_decoder
+from conversion.model.predictor_rules import predictor_apart
 from conversion.model.recurrent_rules import GATED_DELTA_NET
-from conversion.model.rules import (
-    EXPERTS,
-    GATED_ATTENTION,
-    SHARED_EXPERT,
-    SHARED_EXPERT_GATE,
-    SWIGLU,
-    decoder_rules,
-    predictor_apart,
-)
+from conversion.model.rules import EXPERTS, GATED_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, SWIGLU, decoder_rules
 
 _EXPERTS = (*EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE)
 

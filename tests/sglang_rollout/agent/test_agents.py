@@ -10,7 +10,8 @@ from megatron_retool.config import Config, DataConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.agents import check_agent, make_agent
-from sglang_rollout.agent.loop import Agent, AgentLoop, TrajectoryState
+from sglang_rollout.agent.loop import Agent, AgentLoop
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine

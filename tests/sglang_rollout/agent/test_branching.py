@@ -11,7 +11,7 @@ from megatron_retool.algorithms.advantages import share_branch_advantages
 from megatron_retool.config import BranchingConfig
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.agent.branching import BRANCH_KEY, EntropyBranching, entropies, entropy_change, shared_token_ids
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 
 

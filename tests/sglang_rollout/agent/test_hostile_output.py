@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from megatron_retool.trajectory import FinishReason, read_trajectories, write_trajectories
-from sglang_rollout.agent.loop import TrajectoryState, run_call
+from sglang_rollout.agent.loop import run_call
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.tool_call_formats import Glm45Format, HarmonyFormat, HermesFormat, Qwen3CoderFormat, formats
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import TurnGlue
 from sglang_rollout.agent.written_calls import tagged_blocks, without_fence, without_reasoning
 from tests.sglang_rollout.agent.markov_policy import CONTROL, TAGS, build_tokenizer

@@ -11,7 +11,8 @@ from megatron_retool.config import MultiTurnConfig, RewardConfig
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.long_texts import LARGE
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import (
     ANSWER,

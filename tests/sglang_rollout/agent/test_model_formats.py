@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState, stop_conditions
+from sglang_rollout.agent.chosen_format import make_format
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, stop_conditions
 from sglang_rollout.agent.tool_call_formats import (
     DeepSeekV3Format,
     Glm45Format,
@@ -22,8 +23,8 @@ from sglang_rollout.agent.tool_call_formats import (
     Qwen3CoderFormat,
     SeedOssFormat,
     ToolCallFormat,
-    make_format,
 )
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import TurnGlue
 from tests.sglang_rollout.agent.markov_policy import build_tokenizer
 from tests.sglang_rollout.agent.test_loop import ScriptedEngine

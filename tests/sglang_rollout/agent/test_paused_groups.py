@@ -19,8 +19,8 @@ from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from run_files.parquet_files import UnreadableFile
 from sglang_rollout import rollout_manager
 from sglang_rollout.agent.branching import EntropyBranching
-from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager

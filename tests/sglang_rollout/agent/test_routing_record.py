@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_retool.config import Config, MultiTurnConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError
-from sglang_rollout.agent.tool_call_formats import ArpoFormat, HermesFormat, ReToolFormat, check_format, make_format
+from sglang_rollout.agent.chosen_format import check_format, make_format
+from sglang_rollout.agent.tool_call_formats import ArpoFormat, HermesFormat, ReToolFormat
 from sglang_rollout.agent.written_calls import tagged_blocks, without_fence, without_reasoning
 
 HERMES, RETOOL, ARPO = HermesFormat(), ReToolFormat(), ArpoFormat()

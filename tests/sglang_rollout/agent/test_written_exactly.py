@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.agent.tool_call_formats import formats, parsed_calls
+from sglang_rollout.agent.chosen_format import parsed_calls
+from sglang_rollout.agent.tool_call_formats import formats
 from sglang_rollout.agent.written_calls import ParsedCall
 
 Calls = list[tuple[str, dict[str, str]]]

@@ -14,8 +14,8 @@ from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.agents import check_agent, make_agent
-from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.abortable_engine import AbortableEngine

@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import TurnRequest
 from tests.sglang_rollout.agent.markov_policy import CALL, CALL_BROKEN, CALL_UNKNOWN, WORD, WORDS, single

@@ -14,7 +14,8 @@ from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.data.chat_template import render
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import task_agents
-from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState, run_call
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, run_call
+from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway

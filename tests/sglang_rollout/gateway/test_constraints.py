@@ -10,7 +10,8 @@ import pytest
 import xgrammar
 
 from megatron_retool.config import MultiTurnConfig
-from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, formats, make_format, parsed_calls
+from sglang_rollout.agent.chosen_format import make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, formats
 from sglang_rollout.gateway import constraints
 from sglang_rollout.gateway.conversation import Constraint
 from sglang_rollout.gateway.errors import ApiError
