@@ -40,7 +40,7 @@ OF_SHARED_PREFIXES: Budget = {
 """Beside those of a micro-batch."""
 OF_A_READING: Budget = {("copy to the host", "megatron_retool/learner/reading.py", "read_tokens"): 1}
 OF_AN_UPDATE: Budget = {
-    ("stream.synchronize", "megatron_retool/learner/learner.py", "timed"): 1,
+    ("stream.synchronize", "megatron_retool/learner/learner_state.py", "timed"): 1,
     ("copy to the host", "megatron_retool/learner/pipeline.py", "reduce_over_ranks"): 1,
     # The gradient's norm: of Transformer Engine's kernel, and of torch's.
     ("__float__", "megatron_retool/learner/optimizer.py", "clip_and_apply"): 1,

@@ -272,11 +272,11 @@ def test_own_seconds_end_where_the_wait_for_other_ranks_begins(
 ) -> None:
     learner = _learner(model_dir)
     batch = _mini_batch(random_batch(LENGTHS))
-    from megatron_retool.learner import learner as learner_module
+    from megatron_retool.learner import learner_state
 
     learner.update(batch)
     assert learner.own_seconds > 0
-    monkeypatch.setattr(learner_module, "sum_gradients", lambda *_, **__: time.sleep(1.0))
+    monkeypatch.setattr(learner_state, "sum_gradients", lambda *_, **__: time.sleep(1.0))
     start = time.perf_counter()
     learner.update(batch)
     assert 0 < learner.own_seconds < time.perf_counter() - start - 1.0
