@@ -26,8 +26,8 @@ from megatron_retool.loop.checks import check_model
 from megatron_retool.machine import nvidia_smi
 from sglang_rollout.engine.base import EngineError, EngineServer
 from sglang_rollout.engine.configured import make_engine
+from sglang_rollout.engine.launch_command import resolve_device
 from sglang_rollout.engine.pool import EnginePool
-from sglang_rollout.engine.process import resolve_device
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.rollout_statistics import RolloutStatistics

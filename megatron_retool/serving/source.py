@@ -25,7 +25,7 @@ from megatron_retool.errors import InputError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
-from sglang_rollout.engine.process import CPU_CACHE_TOKENS, RESERVED_TOKENS, resolve_device
+from sglang_rollout.engine.launch_command import CPU_CACHE_TOKENS, RESERVED_TOKENS, resolve_device
 
 _LEVELS_BELOW_A_RUN = 3
 

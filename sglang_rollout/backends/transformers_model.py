@@ -21,7 +21,7 @@ from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import ExpertArray
 from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult, RankedText
-from sglang_rollout.engine.process import resolve_device
+from sglang_rollout.engine.launch_command import resolve_device
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.weight_sync.disk import WeightDirectory
 

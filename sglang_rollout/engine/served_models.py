@@ -24,7 +24,7 @@ from megatron_retool.config import (
     RolloutConfig,
     WeightSyncConfig,
 )
-from sglang_rollout.engine.process import resolve_device
+from sglang_rollout.engine.launch_command import resolve_device
 from untrusted import load_json
 
 OWN_OUTPUT_LAYER = frozenset(

@@ -17,7 +17,7 @@ from typing import Any
 
 import sglang_cpu_engine
 from megatron_retool.errors import OperationError
-from sglang_rollout.engine.process import torchvision_directory
+from sglang_rollout.engine.launch_command import torchvision_directory
 
 SCRIPT = Path(__file__).resolve().parent / "in_engine_process" / "load_into_engine_models.py"
 

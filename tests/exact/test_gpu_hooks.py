@@ -13,7 +13,7 @@ import torch
 
 from sglang_cpu_engine import delta_nets
 from sglang_rollout.engine.exact_plugin import exact_states
-from sglang_rollout.engine.process import torchvision_directory
+from sglang_rollout.engine.launch_command import torchvision_directory
 
 ROOT = Path(__file__).parents[2]
 

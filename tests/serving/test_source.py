@@ -10,7 +10,7 @@ import pytest
 from megatron_retool.config import ConfigError, load_config, save_config
 from megatron_retool.serving.service import engine_gpus
 from megatron_retool.serving.source import context_length, find_source, with_work_directory
-from sglang_rollout.engine.process import CPU_CACHE_TOKENS, RESERVED_TOKENS
+from sglang_rollout.engine.launch_command import CPU_CACHE_TOKENS, RESERVED_TOKENS
 
 
 def model(directory: Path, **settings: object) -> Path:

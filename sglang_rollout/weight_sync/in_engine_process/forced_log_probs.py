@@ -64,7 +64,7 @@ def _runner(directory: str, tokens: int, requests: int) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    # Those that ``engine.process`` starts a CPU engine with.
+    # Those that ``engine.launch_command`` starts a CPU engine with.
     arguments = ServerArgs(
         model_path=directory,
         device="cpu",

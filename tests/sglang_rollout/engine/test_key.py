@@ -19,7 +19,8 @@ import pytest
 from megatron_retool.config import EngineConfig
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.key import authorization, engine_key
-from sglang_rollout.engine.process import PLUGINS, SGLangServer
+from sglang_rollout.engine.launch_command import PLUGINS
+from sglang_rollout.engine.process import SGLangServer
 from tests.sglang_rollout.agent import markov_policy
 from untrusted.process_tree import descendants
 

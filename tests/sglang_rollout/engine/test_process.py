@@ -21,7 +21,8 @@ from sglang_cpu_engine import PYTHON_PATH
 from sglang_rollout.engine import process_guard
 from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
-from sglang_rollout.engine.process import EXACT_PLUGIN, EXPERT_DTYPE_VARIABLE, PLUGINS, SGLangServer, resolve_device
+from sglang_rollout.engine.launch_command import EXACT_PLUGIN, EXPERT_DTYPE_VARIABLE, PLUGINS, resolve_device
+from sglang_rollout.engine.process import SGLangServer
 from tests.sglang_rollout.agent import markov_policy
 from untrusted.process_tree import descendants
 

@@ -18,7 +18,8 @@ from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, Machines
 from megatron_retool.planning.models import MODELS, resolve_architecture
 from sglang_rollout.engine.base import EnginePart
-from sglang_rollout.engine.process import RESERVED_TOKENS, SGLangServer, torchvision_directory
+from sglang_rollout.engine.launch_command import RESERVED_TOKENS, torchvision_directory
+from sglang_rollout.engine.process import SGLangServer
 
 pytestmark = pytest.mark.slow  # imports SGLang whole, once for each kind of card
 
