@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, KeyChoice, SharedPrefixes
+from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, KeyChoice, SharedPrefixes, hidden_keys
 from megatron_retool.learner.sinks import sink_attention
 from megatron_retool.learner.tree_attention import tree_attention
 
@@ -149,6 +149,8 @@ class LocalPackedSequences(PackedSeqParams):
         cos, sin: [t, 1, r] at each token's position, r <= head_dim; see ``RotaryTable``.
         local_cos, local_sin: the same for layers with a window; None: as in the others.
         query_growth: see ``positions.query_growth``.
+        masks: number of a bucket and window of a layer -> what all layers with this window add to the bucket's scores
+            (``hidden_keys``), in the order in which they come to need it.
         key_choices: number of a layer, counted from 1 -> the keys that it has chosen, for the layer behind it
             (``sparse_attention.py``).
     """
@@ -160,6 +162,7 @@ class LocalPackedSequences(PackedSeqParams):
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
     query_growth: Tensor | None = None
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     key_choices: dict[int, tuple[KeyChoice, ...]] = field(default_factory=dict)
 
 
@@ -276,17 +279,18 @@ class PackedAttention(MegatronModule):
         if packed.tree is not None:
             return tree_attention(query, key, value, packed.tree, self.scale)
         if packed.cp_group is None:
-            return self._within_rank(query, key, value, packed.buckets, chosen)
-        return self._across_ranks(query, key, value, packed.buckets, chosen, packed.cp_group)
+            return self._within_rank(query, key, value, packed, chosen)
+        return self._across_ranks(query, key, value, packed, chosen)
 
     def _within_rank(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        buckets: tuple[Any, ...],
+        packed: LocalPackedSequences,
         chosen: tuple[KeyChoice, ...] | None,
     ) -> Tensor:
+        buckets: tuple[Any, ...] = packed.buckets
         sizes = [bucket.tokens for bucket in buckets]
         # split, not slices: the gradients of a split are one concatenation.
         parts = zip(*(x.split(sizes) for x in (query, key, value)), buckets, strict=True)
@@ -295,10 +299,9 @@ class PackedAttention(MegatronModule):
             q, k, v = (to_grid(x, bucket) for x in (q, k, v))
             mask = None
             if chosen is not None and (own := chosen[number]) is not None:
-                mask = own.unsqueeze(1)
+                mask = hidden_keys(own.unsqueeze(1), q)
             elif self.window is not None and bucket.length > self.window:
-                positions = torch.arange(bucket.length, device=q.device)
-                mask = self._mask(positions, positions)
+                mask = self._mask(packed, number, torch.arange(bucket.length, device=q.device), bucket.length, q)
             outputs.append(from_grid(self._attend(q, k, v, mask), bucket))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -307,35 +310,41 @@ class PackedAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        buckets: tuple[Any, ...],
+        packed: LocalPackedSequences,
         chosen: tuple[KeyChoice, ...] | None,
-        group: Any,
     ) -> Tensor:
+        buckets: tuple[Any, ...] = packed.buckets
         # Forward all-gather, backward reduce-scatter, along the tokens.
-        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=packed.cp_group)
         outputs = []
         queries = query.split([bucket.queries.tokens for bucket in buckets])
         for number, (q, bucket) in enumerate(zip(queries, buckets, strict=True)):
             shape = (bucket.queries.batch, bucket.key_length, key.size(1), 2 * key.size(2))
             k, v = both.index_select(0, bucket.key_pad).view(shape).chunk(2, dim=-1)
-            keys = torch.arange(bucket.key_length, device=q.device)
             if chosen is not None and (own := chosen[number]) is not None:
-                mask = own.unsqueeze(1)
+                mask = hidden_keys(own.unsqueeze(1), q)
             else:
-                mask = self._mask(bucket.query_positions, keys).unsqueeze(1)
+                mask = self._mask(packed, number, bucket.query_positions.unsqueeze(1), bucket.key_length, q)
             outputs.append(from_grid(self._attend(to_grid(q, bucket.queries), k, v, mask), bucket.queries))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """bool [..., queries, keys]: which keys a query sees."""
-        distance = queries.unsqueeze(-1) - keys
-        visible = distance >= 0
-        return visible if self.window is None else visible & (distance < self.window)
+    def _mask(self, packed: LocalPackedSequences, number: int, places: Tensor, keys: int, like: Tensor) -> Tensor:
+        """What is added to a bucket's scores, [..., queries, keys], for queries at ``places`` [..., queries]."""
+        mask = packed.masks.get((number, self.window))
+        if mask is None:
+            distance = places.unsqueeze(-1) - torch.arange(keys, device=places.device)
+            visible = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
+            mask = packed.masks[number, self.window] = hidden_keys(visible, like)
+        return mask
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[B, L, heads, d] -> [B, L, heads, d]."""
         if self.softmax_offset is not None:
             return sink_attention(query, key, value, self.softmax_offset, mask, self.scale)
+        repeated = query.size(2) // key.size(2)
+        if mask is not None and query.is_cuda and repeated > 1:
+            # torch's one kernel that takes a mask there knows no groups; without it scores would be kept.
+            key, value = (x.repeat_interleave(repeated, 2) for x in (key, value))
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

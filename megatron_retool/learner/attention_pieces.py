@@ -119,3 +119,18 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     chosen = blocks.to(torch.int32)[None, None]
     columns = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), columns.to(torch.int32)
+
+
+_MASK_ALIGNMENT = 8
+"""Elements that the strides of a GPU's mask have to be a multiple of (preprocess_mask of torch's attention.cpp), which
+would copy it otherwise."""
+
+
+def hidden_keys(visible: Tensor, like: Tensor) -> Tensor:
+    """bool [..., queries, keys], which keys a query sees -> 0 or -inf, added to scores, in the dtype of ``like``.
+
+    torch makes this of a bool mask in each call, and keeps one for each layer until the backward pass.
+    """
+    keys = visible.size(-1)
+    wide = torch.zeros((*visible.shape[:-1], keys + -keys % _MASK_ALIGNMENT), dtype=like.dtype, device=like.device)
+    return wide[..., :keys].masked_fill_(~visible, -torch.inf)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _host_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -19,9 +18,6 @@ _host_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 # The GPU kernel that takes a mask; it runs on compute capability 5.0 and above.
 _gpu_forward = torch.ops.aten._scaled_dot_product_efficient_attention
 _gpu_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-
-_MASK_ALIGNMENT = 8
-"""Elements that the strides of a GPU's mask have to be a multiple of (preprocess_mask of torch's attention.cpp)."""
 
 
 def sink_attention(
@@ -32,19 +28,16 @@ def sink_attention(
     Each query has to see a key.
 
     Args:
-        mask: bool, which keys a query sees, [L, K] or [B, 1, L, K]; None: all up to itself, and L = K.
+        mask: what is added to the scores, of ``attention_pieces.hidden_keys``, [L, K] or [B, 1, L, K]; None: each query
+            sees all keys up to itself, and L = K.
     """
     repeated = query.size(2) // key.size(2)
     if repeated > 1:
         key, value = (x.repeat_interleave(repeated, 2) for x in (key, value))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    hidden = None
-    if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        if query.is_cuda:
-            padded = F.pad(hidden, (0, -mask.size(-1) % _MASK_ALIGNMENT))[..., : mask.size(-1)]
-            hidden = padded.expand(*query.shape[:-1], key.size(2))
-    out: Tensor = _SinkAttention.apply(query, key, value, sinks, hidden, scale)
+    if mask is not None and query.is_cuda:
+        mask = mask.expand(*query.shape[:-1], key.size(2))
+    out: Tensor = _SinkAttention.apply(query, key, value, sinks, mask, scale)
     return out.transpose(1, 2)
 
 

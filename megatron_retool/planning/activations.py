@@ -47,9 +47,9 @@ def layer_activations(
                                                                                          heads together local in both
         latents      t c (8 + w) / s                          the same                   c features of latents and of
                                                                                          the shared key (DeepSeek-V3)
-        mask         t CP t w, where attention is the         the same                   of a text as long as the
-                     learner's own                                                       micro-batch: with CP, and of
-                                                                                         chosen keys (DeepSeek-V3.2)
+        chosen keys  t CP t w                                 the same                   mask of the pairs of a text as
+                                                                                         long as the micro-batch
+                                                                                         (DeepSeek-V3.2)
         state        see ``_delta_net``, ``_mamba``           the same                   in attention's place
                                                                                          (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
@@ -78,10 +78,8 @@ def layer_activations(
         parts["attention"] = 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp
     if a.latent is not None:
         parts["latents"] = tokens * (a.query_rank + a.cached_size) * (8 + width) / split
-    chosen = a.indexer is not None and tokens * layout.context > a.indexer.index_topk
-    packed = not fused or a.needs_packed_attention or a.sliding_window is not None
-    if mixer and not linear and (chosen or (packed and layout.context > 1)):
-        parts["mask"] = tokens * layout.context * tokens * width
+    if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
+        parts["chosen keys"] = tokens * layout.context * tokens * width
     if linear:
         state = _mamba(a.mamba, width) if a.mamba is not None else _delta_net(a, width)
         parts["attention"] = tokens * state / tp
@@ -173,6 +171,25 @@ def _kept_by_layer(
     return sum(parts.values())
 
 
+def mask_bytes(
+    architecture: Architecture, layout: ParallelLayout, tokens: float, width: int, fused: bool = True
+) -> float:
+    """What all layers of a micro-batch share where attention is the learner's own (``learner.attention``): a number for
+    each pair of a text as long as the micro-batch, t CP t w.
+
+    With context parallelism there is one mask for each width of window, no window included; without, one for layers
+    with a window that is shorter than such a text.
+    """
+    windows = {window for number, window in enumerate(architecture.windows) if architecture.has_attention(number)}
+    longest = tokens * layout.context
+    if layout.context > 1:
+        packs = not fused or architecture.needs_packed_attention or architecture.sliding_window is not None
+    else:
+        packs = not fused or architecture.needs_packed_attention
+        windows = {window for window in windows if window is not None and window < longest}
+    return len(windows) * tokens * longest * width if packs else 0.0
+
+
 def activation_bytes(
     architecture: Architecture,
     layout: ParallelLayout,
@@ -192,10 +209,10 @@ def activation_bytes(
         selective             l A less the recomputed modules' part
         n layers on the host  (l - n) A, with cpu_offloading_num_layers
 
-    1F1B keeps min(PP - stage, micro-batches) of them in flight; interleaving multiplies by
-    1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.  The
-    last keeps A + 5 I of each layer for multi-token prediction: what its three norms and its projection read; with full
-    recomputation 2 I, and as much as that while it computes one again.
+    Masks are kept too (``mask_bytes``).  1F1B keeps min(PP - stage, micro-batches) micro-batches in flight;
+    interleaving multiplies by 1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the
+    embedding's output.  The last keeps A + 5 I of each layer for multi-token prediction: what its three norms and its
+    projection read; with full recomputation 2 I, and as much as that while it computes one again.
     """
     width = PARAMETER_BYTES[learner.dtype]
     tokens = learner.max_tokens_per_micro_batch / layout.context
@@ -242,7 +259,8 @@ def activation_bytes(
             kept, working = kept + architecture.predictors * 2 * layer_input, max(working, own)
         else:
             kept += architecture.predictors * own
-    return kept * in_flight + working + embedded
+    masks = mask_bytes(architecture, layout, tokens, width, fused) * in_flight
+    return kept * in_flight + working + embedded + masks
 
 
 def block_layers(architecture: Architecture, learner: LearnerConfig) -> int:

@@ -50,11 +50,12 @@ MASKS = {
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=str)
 def test_it_is_transformers(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    from megatron_retool.learner.attention_pieces import hidden_keys
     from megatron_retool.learner.sinks import sink_attention
 
     length, mask = MASKS[kind]
     ours, theirs = inputs(length, LENGTH, dtype), inputs(length, LENGTH, torch.float64)
-    found = sink_attention(*ours, mask, SCALE)
+    found = sink_attention(*ours, None if mask is None else hidden_keys(mask, ours[0]), SCALE)
     wanted = expected(*theirs, causal(LENGTH, LENGTH) if mask is None else mask)
     upstream = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (found * upstream.to(dtype)).sum().backward()

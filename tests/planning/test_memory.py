@@ -228,26 +228,36 @@ def test_what_training_leaves_as_it_is_has_no_gradient_and_no_optimizer_state() 
         assert found[0] - found[1] == frozen * (2 if dtype == "bfloat16" else 4), (optimizer, dtype)
 
 
+def test_the_mask_of_chosen_keys_is_kept_where_texts_may_be_long() -> None:
+    dense, sparse = preset("deepseek-v3"), preset("deepseek-v3.2")
+    layout = LearnerConfig(world_size=2, context_parallel_size=2).layout(sparse)
+
+    def more(tokens: float) -> float:
+        found = [activations.layer_activations(each, layout, tokens) for each in (sparse, dense)]
+        return sum(found[0].values()) - sum(found[1].values())
+
+    assert more(1024) == 0.0  # of texts of up to 2048 tokens all keys are chosen
+    assert more(4096) == 4096 * 8192 * 2
+
+
 @pytest.mark.parametrize(
-    ("model", "context", "tokens", "fused", "kept"),
+    ("model", "context", "fused", "masks"),
     [
-        ("deepseek-v3.2", 1, 2048, True, False),  # of texts of up to 2048 tokens all keys are chosen
-        ("deepseek-v3.2", 1, 4096, True, True),
-        ("deepseek-v3", 1, 4096, True, False),
-        ("deepseek-v3", 2, 2048, True, True),
-        ("qwen3-8b", 2, 2048, True, False),
-        ("qwen3-8b", 2, 2048, False, True),
-        ("gemma-3-1b", 1, 2048, True, False),
-        ("gemma-3-1b", 2, 2048, True, True),
+        ("deepseek-v3", 1, True, 0),
+        ("deepseek-v3", 2, True, 1),
+        ("qwen3-8b", 2, True, 0),
+        ("qwen3-8b", 2, False, 1),
+        ("qwen3-8b", 1, False, 0),
+        ("gemma-3-1b", 1, True, 0),
+        ("gemma-3-1b", 1, False, 1),
+        ("gemma-3-1b", 2, True, 2),
+        ("gpt-oss-20b", 1, True, 1),
     ],
 )
-def test_a_layer_keeps_the_mask_of_the_learners_own_attention(
-    model: str, context: int, tokens: float, fused: bool, kept: bool
-) -> None:
-    architecture = preset(model)
-    layout = LearnerConfig(world_size=context, context_parallel_size=context).layout(architecture)
-    found = activations.layer_activations(architecture, layout, tokens, fused=fused)
-    assert found.get("mask") == (tokens * context * tokens * 2 if kept else None)
+def test_masks_that_all_layers_share(model: str, context: int, fused: bool, masks: int) -> None:
+    architecture, settings = preset(model), LearnerConfig(world_size=context, context_parallel_size=context)
+    layout = settings.layout(architecture)
+    assert activations.mask_bytes(architecture, layout, 2048, 2, fused) == masks * 2048 * context * 2048 * 2
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer(facts: dict[str, Any]) -> None:
