@@ -23,13 +23,14 @@ from tests.gpu_branch.fake_device import recorded
 
 @dataclass(frozen=True)
 class Fault:
-    """In a function of a learner's module ``old`` becomes ``new``; it is seen there, or in the line of ``seen``."""
+    """In a function of a learner's module ``old`` becomes ``new``; it is seen there, or in a line of another."""
 
     module: str
     function: str
     old: str
     new: str
-    seen: str = ""
+    seen: tuple[str, str] | None = None
+    """Module and text of that line."""
 
 
 FAULTS = {
@@ -38,7 +39,7 @@ FAULTS = {
         "PackedAttention._within_rank",
         "torch.arange(bucket.length, device=q.device)",
         "torch.arange(bucket.length)",
-        "out = F.scaled_dot_product_attention(",
+        ("attention_pieces", ".masked_fill_(~visible, "),
     ),
     "item in the log-probs": Fault(
         "log_probs", "_ChunkedHead.forward", "n = hidden.size(0)", "n = hidden.size(0) + 0 * targets[0].item()"
@@ -59,8 +60,10 @@ def _plant(fault: Fault) -> str:
     exec(compile(source.replace(fault.old, fault.new), str(module.__file__), "exec"), copy)
     function = attrgetter(fault.function)
     function(module).__code__ = function(types.SimpleNamespace(**copy)).__code__
-    line = source[: source.index(fault.seen or fault.old)].count("\n") + 1
-    return f"megatron_retool/learner/{fault.module}.py:{line} "
+    name, text = fault.seen or (fault.module, fault.old)
+    lines = inspect.getsource(importlib.import_module(f"megatron_retool.learner.{name}"))
+    line = lines[: lines.index(text)].count("\n") + 1
+    return f"megatron_retool/learner/{name}.py:{line} "
 
 
 def _learn(fault: Fault, directory: Path) -> tuple[str, list[str], list[str]]:
