@@ -150,7 +150,7 @@ class LocalPackedSequences(PackedSeqParams):
         local_cos, local_sin: the same for layers with a window; None: as in the others.
         query_growth: see ``positions.query_growth``.
         masks: number of a bucket and window of a layer -> what all layers with this window add to the bucket's scores
-            (``hidden_keys``), in the order in which they come to need it.
+            (``hidden_keys``); the first of them makes it.
         key_choices: number of a layer, counted from 1 -> the keys that it has chosen, for the layer behind it
             (``sparse_attention.py``).
     """
