@@ -207,10 +207,11 @@ class Architecture:
         """How many times something is added to the residual stream: twice in each layer with a mixer and an MLP."""
         return 2 * self.num_layers - len(self.layers_without_mixer) - len(self.layers_without_mlp)
 
-    @property
-    def needs_packed_attention(self) -> bool:
-        """Whether the learner computes its attention and its states itself, also beside Transformer Engine's layers."""
-        return bool(self.latent or self.attention_sinks or self.linear_layers or self.attention_gate)
+    def needs_packed_attention(self, context_parallel_size: int = 1) -> bool:
+        """Whether the learner computes its attention and its states itself, also beside Transformer Engine's layers,
+        whose attention lacks context parallelism for packed sequences and a window."""
+        own = self.latent or self.attention_sinks or self.linear_layers or self.attention_gate
+        return bool(own) or (self.sliding_window is not None and context_parallel_size > 1)
 
     @property
     def has_mixed_layers(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from conversion.model.rules import EMBEDDING_NAME, HF_LAYER, MCORE_LAYER, OUTPUT_NAME, Rule, Rules, norm
 
 PREDICTOR_LAYER = "mtp.layers.{layer}."
-"""Of a layer for multi-token prediction, which are counted from 0."""
+"""How Megatron-Core's names of a layer for multi-token prediction begin; ``layer`` counts from 0."""
 
 
 def predictor_rules(

@@ -1,7 +1,7 @@
 """Layer modules of the learner's own: RMSNorm, and rotary causal attention over packed sequences.
 
 Machines without Transformer Engine use all of them. Beside it, attention does where Transformer Engine's knows no
-shared prefixes, or does not know the model's kind of attention (``Architecture.needs_packed_attention``).
+shared prefixes, or not this kind of attention in this layout (``Architecture.needs_packed_attention``).
 
 Attention runs on torch's scaled_dot_product_attention.  Packed sequences of similar length become one padded batch
 (``Bucket``): a call per sequence would cost more than the arithmetic of short sequences.  Under context

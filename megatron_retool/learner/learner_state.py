@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
     from megatron_retool.learner.checkpoint.save import PendingSave
 
 logger = logging.getLogger(__name__)
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class LearnerState:
@@ -113,9 +109,6 @@ class LearnerState:
             distillation = config.algorithm.distillation
             of_teachers = distillation.teacher_architectures(architecture, config.learner, config.model.families)
         self.acceleration = acceleration_for(config.learner)
-        self._attention_buckets = any(
-            self.acceleration.packs_attention(each, self.layout.context) for each in (architecture, *of_teachers)
-        )
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         kernels = check_attention(config, architecture, self.layout, self.acceleration)
@@ -173,6 +166,7 @@ class LearnerState:
 
     def _make_packer(self, learner: LearnerConfig) -> Packer:
         packer = SharedPrefixPacker if learner.share_prefixes else Packer
+        readers = [self.architecture, *(chunk.architecture for teacher in self.teachers for chunk in teacher.chunks)]
         return packer(
             self.layout,
             learner.max_tokens_per_micro_batch,
@@ -181,7 +175,7 @@ class LearnerState:
             self.device,
             quadratic_cost=flops.quadratic_cost(self.architecture),
             token_multiple=token_multiple(learner),
-            attention_buckets=self._attention_buckets,
+            attention_buckets=any(self.acceleration.packs_attention(each, self.layout.context) for each in readers),
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
             pairs_per_call=2e6 / (self.architecture.query_size / self.layout.tensor),
             predictors=self.architecture.predictors,

@@ -85,10 +85,8 @@ class Acceleration:
         return replace(self, transformer_engine=None, apex=False, fused_weight_gradient=False, flash_attention=None)
 
     def packs_attention(self, architecture: Architecture, context_parallel_size: int = 1) -> bool:
-        """Whether attention of such a model is the learner's own (``attention.py``) and not Transformer Engine's, which
-        lacks context parallelism for packed sequences and a window."""
-        windowed = architecture.sliding_window is not None and context_parallel_size > 1
-        return self.transformer_engine is None or architecture.needs_packed_attention or windowed
+        """Whether attention of such a model is the learner's own (``attention.py``) and not Transformer Engine's."""
+        return self.transformer_engine is None or architecture.needs_packed_attention(context_parallel_size)
 
     def describe(self) -> str:
         """One line for the start of a run."""

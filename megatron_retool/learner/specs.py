@@ -185,37 +185,15 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     kinds = [kind_of(architecture, layer) for layer in range(first, first + count)]
-    engine = acceleration.transformer_engine is not None
-    packs_attention = share_prefixes or acceleration.packs_attention(architecture, config.context_parallel_size)
-    specs = {
-        kind: _engine_layer(architecture, config, kind, packs_attention)
-        if engine
-        else _local_layer(architecture, config, kind)
-        for kind in set(kinds)
-    }
-    for kind, spec in specs.items():
-        place_norms(spec.submodules, architecture, engine)
-        place_positions(spec.submodules, architecture)
-        place_residual(spec.submodules, architecture)
-        leave_out(spec.submodules, kind)
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if engine else RMSNorm
-    )
+    specs = {kind: _layer(architecture, config, acceleration, kind, share_prefixes) for kind in set(kinds)}
+    norm = RMSNorm if acceleration.transformer_engine is None else TENorm
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
 def predictor_spec(architecture: Architecture, config: TransformerConfig, acceleration: Acceleration) -> ModuleSpec:
     """The layers for multi-token prediction, which are like the model's own and all alike: in a mixture of experts each
     has some."""
     engine = acceleration.transformer_engine is not None
-    kind = LayerKind(architecture.is_moe)
-    if engine:
-        packs_attention = acceleration.packs_attention(architecture, config.context_parallel_size)
-        layer = _engine_layer(architecture, config, kind, packs_attention)
-    else:
-        layer = _local_layer(architecture, config, kind)
-    place_norms(layer.submodules, architecture, engine)
-    place_positions(layer.submodules, architecture)
-    place_residual(layer.submodules, architecture)
     norm = TENorm if engine else RMSNorm
     predictor = ModuleSpec(
         PackedPredictor,
@@ -224,7 +202,7 @@ def predictor_spec(architecture: Architecture, config: TransformerConfig, accele
             enorm=norm,
             hnorm=norm,
             eh_proj=TEColumnParallelLinear if engine else ColumnParallelLinear,
-            mtp_model_layer=layer,
+            mtp_model_layer=_layer(architecture, config, acceleration, LayerKind(architecture.is_moe)),
             layer_norm=norm,
         ),
     )
@@ -259,6 +237,27 @@ def leave_out(layer: Any, kind: LayerKind) -> None:
     if not kind.mlp:
         layer.pre_mlp_layernorm = layer.mlp = IdentityOp
         layer.mlp_bda = IdentityFuncOp
+
+
+def _layer(
+    architecture: Architecture,
+    config: TransformerConfig,
+    acceleration: Acceleration,
+    kind: LayerKind,
+    share_prefixes: bool = False,
+) -> ModuleSpec:
+    """A layer of this kind for this machine."""
+    engine = acceleration.transformer_engine is not None
+    if engine:
+        packs_attention = share_prefixes or acceleration.packs_attention(architecture, config.context_parallel_size)
+        spec = _engine_layer(architecture, config, kind, packs_attention)
+    else:
+        spec = _local_layer(architecture, config, kind)
+    place_norms(spec.submodules, architecture, engine)
+    place_positions(spec.submodules, architecture)
+    place_residual(spec.submodules, architecture)
+    leave_out(spec.submodules, kind)
+    return spec
 
 
 def _engine_layer(

@@ -180,14 +180,13 @@ def mask_bytes(
     With context parallelism there is one mask for each width of window, no window included; without, one for layers
     with a window that is shorter than such a text.
     """
-    windows = {window for number, window in enumerate(architecture.windows) if architecture.has_attention(number)}
+    if fused and not architecture.needs_packed_attention(layout.context):
+        return 0.0
     longest = tokens * layout.context
-    if layout.context > 1:
-        packs = not fused or architecture.needs_packed_attention or architecture.sliding_window is not None
-    else:
-        packs = not fused or architecture.needs_packed_attention
+    windows = {window for number, window in enumerate(architecture.windows) if architecture.has_attention(number)}
+    if layout.context == 1:
         windows = {window for window in windows if window is not None and window < longest}
-    return len(windows) * tokens * longest * width if packs else 0.0
+    return len(windows) * tokens * longest * width
 
 
 def activation_bytes(

@@ -129,7 +129,7 @@ def test_equals_transformers(engine: bool, world: int, layouts: Cases, reference
 def test_every_other_family_equals_transformers(engine: bool, references: Any, on_gpus: Run) -> None:
     """Those that ``test_equals_transformers`` leaves out; without the engine those that need local layers."""
     names = model_of_each_family()
-    local = {family for family, name in names.items() if preset(name).needs_packed_attention}
+    local = {family for family, name in names.items() if preset(name).needs_packed_attention()}
     families = names.keys() - ONE.keys() if engine else local - LOCAL_ONE.keys()
     _hold(references, on_gpus, engine, 1, dict.fromkeys(sorted(families), ("one process",)))
 

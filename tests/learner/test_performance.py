@@ -37,7 +37,7 @@ BEST = replace(EXPERTS, router_groups=(2, 1), router_group_score="best")
 def test_every_model_trains_in_transformer_engines_layers(name: str) -> None:
     model = preset(name)
     check({}, model=model)
-    assert ENGINE.packs_attention(model) is model.needs_packed_attention
+    assert ENGINE.packs_attention(model) is model.needs_packed_attention()
     assert ENGINE.local().packs_attention(model)
 
 

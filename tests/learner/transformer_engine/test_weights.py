@@ -124,7 +124,7 @@ def test_every_family_is_what_the_weight_map_says(models: Path, with_transformer
         kinds = {"TEColumnParallelLinear"} if model.latent is not None or model.linear_layers else column
         assert of["modules"] >= {*experts, *row, *kinds}
         assert of["modules"].isdisjoint({"ColumnParallelLinear", "RowParallelLinear", "SequentialMLP"}), family
-        assert ("TEDotProductAttention" in of["modules"]) is not model.needs_packed_attention, family
+        assert ("TEDotProductAttention" in of["modules"]) is not model.needs_packed_attention(), family
         assert of["in_model"] == of["in_map"], family
         assert of["stored"] == of["places"], family
         assert of["objects"] == {"_extra_state"}, family
