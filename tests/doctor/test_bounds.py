@@ -10,7 +10,7 @@ import torch
 
 from megatron_retool.cluster.log_prob_check import as_batch, fixed_text
 from megatron_retool.doctor import engine_steps, kernel_steps, model
-from megatron_retool.doctor.learner_steps import BF16, BF16_STATES, FP8, FP32, TF32, compare
+from megatron_retool.doctor.learner_steps import BF16, BF16_STATES, FP4, FP8, FP32, TF32, compare
 from megatron_retool.doctor.outcome import StepFailed
 from megatron_retool.doctor.session import DoctorSession
 
@@ -53,7 +53,13 @@ def test_one_gradient_that_was_not_summed_is_beyond_every_bound(reference):
     gradients = dict(reference["gradients"])
     gradients["model.layers.1.mlp.down_proj.weight"] = gradients["model.layers.1.mlp.down_proj.weight"] / 4
     for bounds in (FP32, TF32, BF16, BF16_STATES, FP8):
-        assert held(reference | {"gradients": gradients}, reference, bounds) == [True, True, False]
+        log_probs, loss, _, worst = held(reference | {"gradients": gradients}, reference, bounds)
+        assert (log_probs, loss, worst) == (True, True, False)
+
+
+def test_gradients_that_are_not_there_are_beyond_the_widest_bound(reference):
+    missing = {name: torch.zeros_like(gradient) for name, gradient in reference["gradients"].items()}
+    assert held(reference | {"gradients": missing}, reference, FP4) == [True, True, False, True]
 
 
 def test_no_number_is_within_no_bound(reference):
@@ -62,7 +68,8 @@ def test_no_number_is_within_no_bound(reference):
     gradients = dict(reference["gradients"])
     gradients["model.norm.weight"] = torch.full_like(gradients["model.norm.weight"], math.nan)
     found = reference | {"log_probs": log_probs, "gradients": gradients, "measured_loss": math.nan}
-    assert held(found, reference, FP8) == [False, False, False]
+    assert held(found, reference, FP8) == [False] * 4
+    assert held(found, reference, FP4) == [False, False, False, True]  # its worst tensor has no bound
     assert all(held(reference, reference, FP32))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 import warnings
@@ -13,31 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu_branch import device_products
 from tests.gpu_branch.fake_device import kernel
 from tests.learner.transformer_engine import kernels
 
 
 def install(folder: Path) -> None:
     """Make Transformer Engine importable in this process, as on a GPU; before Megatron-Core is imported."""
-    kernels.place_extension(folder, _EXTENSION)
+    kernels.place_extension(folder, {**_EXTENSION, **device_products.EXTENSION})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformer_engine.pytorch as te
 
         import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
-    kernels.compute_with_torch()
+    device_products.install()
+    kernels.compute_attention_with_torch()
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
     for name, function in _OF_EXPERTS.items():
         setattr(moe_utils, name, function)
-    for module in (te.Linear, te.LayerNormLinear, te.GroupedLinear):
-        module.forward = _prepared(module.forward)
-    for owner, name in (
-        (te.DotProductAttention, "forward"),
-        (te.GroupedLinear, "forward"),
-        (rope_utils, "fused_apply_rotary_pos_emb_thd"),
-    ):
+    for owner, name in ((te.DotProductAttention, "forward"), (rope_utils, "fused_apply_rotary_pos_emb_thd")):
         setattr(owner, name, kernel(getattr(owner, name)))
 
 
@@ -80,21 +75,6 @@ EXACT = (
     "delta_rule",
     "state_space",
 )
-
-
-def _prepared(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` between what Transformer Engine does around its kernels: checks, and FP8's state and quantisers."""
-
-    @functools.wraps(forward)
-    def forward_as_engine(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        from transformer_engine.pytorch.utils import assert_dim_for_fp8_exec
-
-        with self.prepare_forward_ctx(x, num_gemms=getattr(self, "num_gemms", 1)) as x:
-            if self.fp8:
-                assert_dim_for_fp8_exec(x, *(each for each in self.parameters() if each.dim() > 1))
-            return forward(self, x, *args, **kwargs)
-
-    return forward_as_engine
 
 
 # --- kernels of lists of tensors ------------------------------------------------------------------------------------

@@ -34,7 +34,10 @@ GPUS = 8
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_STANDS_IN = str(_ROOT / "tests" / "learner" / "transformer_engine" / "kernels.py")
+_STAND_INS = (
+    *(f"{_PACKAGE}/{name}.py" for name in ("fake_device", "device_kernels", "device_products")),
+    str(_ROOT / "tests" / "learner" / "transformer_engine" / "kernels.py"),
+)
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 _capability = HOPPER
 _own_gpu = 0
@@ -106,7 +109,7 @@ def _event(what: str) -> Event:
     place, frame = None, sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE + "/fake_device", _PACKAGE + "/device_kernels", _TORCH, _STANDS_IN, "<")):
+        if not file.startswith((*_STAND_INS, _TORCH, "<")):
             short = file.split("site-packages/")[-1].split("transformer_engine_only/")[-1].removeprefix(f"{_ROOT}/")
             if place is None:
                 place = what, short, frame.f_code.co_name, frame.f_lineno

@@ -206,7 +206,6 @@ def _contexts(directory: Path, recipe: str) -> dict[str, Any]:
 def test_layers_enter_the_contexts_of_fp8(
     family: str, recipe: str, capability: tuple[int, int], quantizer: str, models: Path, on_gpus: Run
 ) -> None:
-    """The products themselves are torch's, in bfloat16."""
     found = on_gpus(_contexts, models / f"{family}-4", recipe, capability=capability)
     assert found["mixed"] == []
     assert found["layers"] == {0: {(False,)}, 1: {(True, quantizer)}, 2: {(True, quantizer)}, 3: {(False,)}}

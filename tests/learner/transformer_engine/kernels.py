@@ -103,7 +103,8 @@ def install(folder: Path) -> None:
         # Megatron-Core takes its other choice, torch's Adam.
         sys.modules["transformer_engine.pytorch.optimizers"] = None
         import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
-    compute_with_torch()
+    compute_layers_with_torch()
+    compute_attention_with_torch()
     _build_as_on_a_gpu()
 
 
@@ -165,19 +166,25 @@ def _build_as_on_a_gpu() -> None:
     model.PackedModel.__init__ = build_as_if_gpu
 
 
-def compute_with_torch() -> None:
-    """Give the modules that the learner reaches forwards of torch's, after Megatron-Core is imported."""
+def compute_layers_with_torch() -> None:
+    """Give norms, linear layers and the router's product forwards of torch's, after Megatron-Core is imported."""
     import transformer_engine.pytorch as te
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
     te.RMSNorm.forward = lambda self, x, *_, **__: _norm(self, x, self.weight)
     te.Linear.forward = lambda self, x, is_first_microbatch=None: _linear(self, x)
     te.LayerNormLinear.forward = _norm_and_linear
     te.GroupedLinear.forward = _grouped_linear
+    moe_utils.te_general_gemm = _general_gemm
+
+
+def compute_attention_with_torch() -> None:
+    """The same of attention and rotary embeddings."""
+    import transformer_engine.pytorch as te
+    from megatron.core.models.common.embeddings import rope_utils
+
     te.DotProductAttention.forward = _attention
     rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
-    moe_utils.te_general_gemm = _general_gemm
 
 
 def _epsilon(module: Any) -> float:
