@@ -160,6 +160,14 @@ STEPS = (
         needs=("reference",),
     ),
     DoctorStep(
+        "learner_fp8_parameters",
+        LEARNER,
+        "weights kept in FP8: the same numbers after steps as with weights in bfloat16",
+        "megatron_retool.doctor.learner_steps:fp8_parameters",
+        _PARITY,
+        needs=("reference",),
+    ),
+    DoctorStep(
         "learner_fp8_mxfp8",
         LEARNER,
         "the same with learner.fp8.recipe=mxfp8",

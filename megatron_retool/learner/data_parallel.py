@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter, ParameterList
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.model import PackedModel
 from megatron_retool.learner.performance import data_parallel_options
+from megatron_retool.learner.transformer_engine import keep_weights_in_fp8
 
 
 class _Collectable(DistributedDataParallel):
@@ -35,6 +36,8 @@ def wrap(
     config: TransformerConfig, learner: LearnerConfig, chunks: Sequence[PackedModel]
 ) -> list[DistributedDataParallel]:
     """``chunks`` (this rank's virtual pipeline stages) in Megatron's DDP, with their output layer announced to it."""
+    if learner.fp8.parameters:
+        keep_weights_in_fp8(config, chunks)
     options = DistributedDataParallelConfig(**data_parallel_options(learner))
     # As in Megatron's own training: what later chunks and stages exchange is not on the critical path.
     wrapped = [_Collectable(config, options, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]

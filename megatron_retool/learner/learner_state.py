@@ -23,7 +23,7 @@ from megatron_retool.learner.deterministic import check_attention, make_determin
 from megatron_retool.learner.initial import frozen_copy, initial_chunks
 from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel
 from megatron_retool.learner.offload import HostOffload
-from megatron_retool.learner.optimizer import build_optimizer
+from megatron_retool.learner.optimizer import build_optimizer, keep_main_parameters
 from megatron_retool.learner.packing import Packer, Plan
 from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.pipeline import sum_gradients
@@ -189,9 +189,12 @@ class LearnerState:
             ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
         """
         self._skip_grad_norm = optimizer.skip_grad_norm
+        before = self.__dict__.get("optimizer")
         self.optimizer, self.scheduler = build_optimizer(
             self.config.learner, optimizer, total_optimizer_steps, self.model_chunks
         )
+        if before is not None and self.config.learner.fp8.parameters:
+            keep_main_parameters(self.optimizer, before)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
 
     def _timed_gradient_sum(self) -> Callable[..., None]:

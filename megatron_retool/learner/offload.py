@@ -75,7 +75,7 @@ class HostOffload:
             for owner in module.modules():
                 workspaces = getattr(owner, "_fp8_workspaces", None)
                 if workspaces:
-                    freed += sum(_tensor_bytes(workspace) for workspace in workspaces.values())
+                    freed += sum(part.nbytes for workspace in workspaces.values() for part in _held(workspace))
                     workspaces.clear()
         return freed
 
@@ -96,8 +96,8 @@ class HostOffload:
 
     def _weights(self) -> Iterator[Tensor]:
         for module in self._models():
-            yield from module.parameters()
-            yield from module.buffers()
+            for tensor in (*module.parameters(), *module.buffers()):
+                yield from _held(tensor)
 
     def _models(self) -> list[torch.nn.Module]:
         # A DDP wrapper's attribute ``buffers`` hides the method of that name.
@@ -149,10 +149,10 @@ class _HostCopy:
                 position += piece.numel()
 
 
-def _tensor_bytes(value: Any) -> int:
-    # What an FP8 tensor of Transformer Engine really holds are tensors in its attributes.
-    parts = [part for part in vars(value).values() if isinstance(part, Tensor)] or [value]
-    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+def _held(tensor: Any) -> Iterator[Tensor]:
+    """What has the tensor's memory: of one in FP8 its bytes, their transposed copy and the scales."""
+    held = tensor.get_metadata().values() if hasattr(tensor, "get_metadata") else (tensor,)
+    yield from (each for each in held if isinstance(each, Tensor))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -47,6 +47,10 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         if getattr(getattr(part, "optimizer", None), "store_param_remainders", False):
             _save_whole_main_parameters(part)
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            # The optimizer has taken an FP8 weight's floats and dropped them: a later one must not ask for them.
+            parameter.__dict__.pop("get_high_precision_init_val", None)
     scheduler = OptimizerParamScheduler(
         optimizer,
         # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.
@@ -62,6 +66,28 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def round_main_parameters(optimizer: Any, model_chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make the weights again from the main parameters, as a step ends; every rank calls it."""
+    for part in optimizer.chained_optimizers:
+        if not getattr(part, "is_stub_optimizer", False):
+            part._copy_main_params_to_model_params()
+    for chunk in model_chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def keep_main_parameters(optimizer: Any, before: Any) -> None:
+    """Let a stage's optimizer begin with the main parameters of the one before, where weights in FP8 have lost them.
+
+    Args:
+        optimizer, before: Megatron's distributed optimizers on the same parameters.
+    """
+    for part, earlier in zip(optimizer.chained_optimizers, before.chained_optimizers, strict=True):
+        for name in ("shard_fp32_from_float16_groups", "shard_fp32_groups"):
+            for group, kept in zip(getattr(part, name, ()), getattr(earlier, name, ()), strict=True):
+                for main, value in zip(group, kept, strict=True):
+                    main.data.copy_(value)
 
 
 def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:

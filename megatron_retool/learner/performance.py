@@ -117,6 +117,7 @@ def data_parallel_options(learner: LearnerConfig) -> dict[str, Any]:
         "overlap_grad_reduce": learner.overlap_grad_reduce,
         "overlap_param_gather": learner.overlap_param_gather,
         "bucket_size": learner.gradient_bucket_size,
+        "fp8_param_gather": learner.fp8.parameters,
     }
 
 

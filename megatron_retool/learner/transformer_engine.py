@@ -1,14 +1,18 @@
-"""Transformer Engine's block scales, which the learner chooses, the sizes of matrices that its recipes take, and its
-attention kernel, which it chooses itself."""
+"""Transformer Engine's block scales, which the learner chooses, the sizes of matrices that its recipes take, weights
+kept in FP8, and its attention kernel, which it chooses itself."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from conversion.model.block_fp8 import has_power_of_two_scales
 from megatron_retool.config import ConfigError
@@ -54,6 +58,45 @@ def check_matrices(model: torch.nn.Module, recipe: str) -> None:
                     f"{name} has {rows} x {columns} on a rank: lower learner.tensor_model_parallel_size, choose "
                     "another recipe, or set it to null"
                 )
+
+
+def keep_weights_in_fp8(config: TransformerConfig, chunks: Sequence[Any]) -> None:
+    """Replace the weights of layers that compute in FP8 by FP8 tensors of their values (learner.fp8.parameters).
+
+    The optimizer takes its main parameters from the floats that each of these parameters keeps on the host until then.
+    Transformer Engine would build them so before weights are loaded, and the optimizer would begin with random ones.
+    """
+    from megatron.core.fp8_utils import get_fp8_context
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    config = copy.copy(config)
+    config.fp8_param = True
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            with get_fp8_context(config, layer.layer_number - 1, is_init=True):
+                for module in layer.modules() if FP8GlobalStateManager.with_fp8_parameters() else ():
+                    if isinstance(module, TransformerEngineBaseModule):
+                        _keep_weights_in_fp8(module)
+
+
+@torch.no_grad()
+def _keep_weights_in_fp8(module: Any) -> None:
+    from transformer_engine.pytorch.module.base import _attach_high_precision_init_val
+
+    module.primary_weights_in_fp8 = module.preserve_high_precision_init_val = True
+    module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        number = module.param_init_meta[name].fp8_meta_index
+        if number is None:
+            continue
+        quantizer = module.quantizers["scaling_fwd"][number]
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        quantizer.internal = False
+        rounded = torch.nn.Parameter(quantizer(parameter.detach()))
+        rounded.__dict__.update(parameter.__dict__)  # how tensor and expert parallelism cut it
+        _attach_high_precision_init_val(rounded, parameter.detach().cpu())
+        setattr(module, name, rounded)
 
 
 def attention_kernel() -> str | None:

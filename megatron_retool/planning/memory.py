@@ -434,7 +434,8 @@ def learner_memory(
     without its adapters and needs no memory.  Teachers that the learner computes take its
     place.  The critic, where one is, has parameters, gradients and optimizer states of its own.  Neither has layers for
     multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
-    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.  Models that train only in Megatron-
+    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run; with learner.fp8.parameters these two
+    are the weight itself, which is as large as one in bfloat16.  Models that train only in Megatron-
     Core's own layers keep what those keep, on a GPU too.
     """
     needs = algorithm.needs
@@ -462,7 +463,7 @@ def learner_memory(
         states = states_of(with_predictors, stage)
         last = stage == layout.pipeline - 1
         copies = 0.0
-        if learner.fp8.recipe is not None:
+        if learner.fp8.recipe is not None and not learner.fp8.parameters:
             shards = _shards(
                 architecture,
                 layout.tensor,

@@ -25,7 +25,8 @@ from megatron_retool.ports import free_port
 ROOT = Path(__file__).parents[2]
 NEED_GPUS = {
     "driver", "kernels_transformer_engine", "kernels_flash_attn", "kernels_apex", "learner_fp8_tensorwise",
-    "learner_fp8_blockwise", "learner_fp8_mxfp8", "learner_nvfp4", "preload", "kernels_sglang", "engine_dense",
+    "learner_fp8_blockwise", "learner_fp8_parameters", "learner_fp8_mxfp8", "learner_nvfp4", "preload",
+    "kernels_sglang", "engine_dense",
     "engine_fp8", "sleep_wake", "demo", "collectives_between_nodes",
 }  # fmt: skip
 

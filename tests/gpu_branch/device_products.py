@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tests.gpu_branch.fake_device import HOST, kernel
 
@@ -41,17 +42,36 @@ def install() -> None:
         return make(cls, *args, **{**kwargs, "device": HOST})
 
     QuantizedTensor.__new__ = make_on_host
+    gather = ProcessGroup.all_gather_single_coalesced
+    ProcessGroup.all_gather_single_coalesced = lambda group, outputs, inputs, *options: _Works(
+        [gather(group, [to], [own], *options) for to, own in zip(outputs, inputs, strict=True)]
+    )
+
+
+class _Works:
+    """What gloo gathers one by one: together it joins tensors of several dtypes into one of them, without a word."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
 def _scales_of(amax: Tensor, dtype: torch.dtype, quantizer: Any) -> Tensor:
-    """Of each largest magnitude the factor that brings it to the largest that ``dtype`` holds."""
-    amax = amax.float().clamp(min=quantizer.amax_epsilon)
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
+    return _scale(amax, torch.finfo(dtype).max, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+
+
+def _scale(amax: Tensor, largest: float, epsilon: float, powers_of_two: bool) -> Tensor:
+    """Of each largest magnitude the factor that brings it to ``largest``."""
+    amax = amax.float().clamp(min=epsilon)
+    scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
     scale = torch.where(torch.isfinite(scale), scale, torch.full_like(scale, torch.finfo(torch.float32).max))
-    if quantizer.force_pow_2_scales:
+    if powers_of_two:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
     return scale
 
@@ -64,7 +84,7 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
 @kernel
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -75,6 +95,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         rows = tensor.detach().reshape(-1, tensor.size(-1))
         if isinstance(quantizer, Float8CurrentScalingQuantizer):
             _by_tensor(rows, quantizer, target)
+        elif isinstance(quantizer, Float8Quantizer):  # with a scale that is given, for a piece of a weight
+            dtype = _dtype(quantizer.dtype)
+            target._data.copy_(_round(rows.float() * quantizer.scale, dtype).view(target._data.shape))
         elif isinstance(quantizer, Float8BlockQuantizer):
             _by_block(rows, quantizer, target)
         elif isinstance(quantizer, MXFP8Quantizer):
@@ -101,6 +124,44 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     if quantizer.internal:
         return cls(**arguments, **options)
     return cls(shape=tuple(shape), dtype=dtype, **arguments, **options)
+
+
+# --- weights that are kept in FP8, of which a rank rounds a piece -----------------------------------------------------
+
+
+@kernel
+def largest_magnitude(x: Tensor, amax: Tensor) -> None:
+    amax.copy_(x.abs().amax().float().view(amax.shape))
+
+
+@kernel
+def scales_of_magnitudes(
+    chunk: int, overflow: Tensor, lists: list[list[Tensor]], largest: float, powers_of_two: bool, epsilon: float
+) -> None:
+    for amax, scale, inverse in zip(*lists, strict=True):
+        scale.copy_(_scale(amax, largest, epsilon, powers_of_two))
+        inverse.copy_(1 / scale)
+
+
+def _blocks_of(start: int, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """The block of a matrix of that width, by row and column, of each of ``count`` numbers from the place ``start``."""
+    places = torch.arange(start, start + count)
+    return places // width // BLOCK, places % width // BLOCK
+
+
+@kernel
+def magnitudes_of_blocks(piece: Tensor, amax: Tensor, height: int, width: int, start: int, block: int) -> None:
+    rows, columns = _blocks_of(start, piece.numel(), width)
+    flat = rows * amax.size(1) + columns
+    amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
+
+
+@kernel
+def round_piece(
+    piece: Tensor, out: Tensor, scale: Tensor, height: int, width: int, start: int, block: int, dtype: Any
+) -> None:
+    rows, columns = _blocks_of(start, piece.numel(), width)
+    out.copy_(_round(piece.float().view(-1) * scale[rows, columns], _dtype(dtype)).view(out.shape))
 
 
 @kernel
@@ -409,11 +470,15 @@ def rms_norm_backward(
 
 EXTENSION = {
     "bgrad_quantize": bias_gradient_and_quantize,
+    "compute_amax": largest_magnitude,
     "create_empty_quantized_tensor": create_empty,
     "dequantize": dequantize,
+    "fp8_block_scaling_compute_partial_amax": magnitudes_of_blocks,
+    "fp8_block_scaling_partial_cast": round_piece,
     "fp8_transpose": transpose,
     "generic_gemm": product,
     "get_num_cublas_streams": lambda: 1,
+    "multi_tensor_compute_scale_and_scale_inv": scales_of_magnitudes,
     # Named beside the others when a norm is looked up, and not called.
     "layernorm_bwd": None,
     "layernorm_fwd": None,

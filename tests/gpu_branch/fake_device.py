@@ -132,6 +132,8 @@ def _storage(tensor: Tensor) -> Any:
     """The storage's object, which lives as long as the memory and takes the label along."""
     with torch._C.DisableTorchFunction():
         try:
+            if hasattr(tensor, "get_metadata"):  # a quantised tensor is where its parts are
+                return next(p.untyped_storage() for p in tensor.get_metadata().values() if isinstance(p, Tensor))
             return tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a tensor without one
             return None

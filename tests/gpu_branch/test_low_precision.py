@@ -6,11 +6,13 @@ weights that a step has left behind, recomputation, a leave from the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_retool.admission.parity import mini_batch
 from megatron_retool.doctor import learner_steps, model
@@ -26,7 +28,7 @@ RECIPES = [
     # Another GPU is another process.
     *(pytest.param(each, fake_device.BLACKWELL, marks=pytest.mark.slow) for each in ("mxfp8", "nvfp4")),
 ]
-STEPS = {
+STEPS: dict[str, Callable[[DoctorSession], list[StepFigure]]] = {
     "tensorwise": learner_steps.fp8_tensorwise,
     "blockwise": learner_steps.fp8_blockwise,
     "mxfp8": learner_steps.fp8_mxfp8,
@@ -62,6 +64,15 @@ def test_is_as_near_to_transformers_as_the_doctor_wants(
     assert min(rounded) > 0.05
 
 
+def _kept_as_the_doctor(directory: Path) -> list[StepFigure]:
+    return learner_steps.fp8_parameters(DoctorSession(directory, 1))
+
+
+def test_weights_in_fp8_as_the_doctor_wants(reference: Path, on_gpus: Run) -> None:
+    figures = on_gpus(_kept_as_the_doctor, reference)
+    assert len(figures) == 2 and all(figure.value < figure.at_most for figure in figures), figures
+
+
 def _options(recipe: str, *more: str) -> tuple[str, ...]:
     return (f"learner.fp8.recipe={recipe}", "learner.fp8.keep_first_last_bf16=false", *more)
 
@@ -92,7 +103,12 @@ def test_copies_of_weights_follow_a_step(family: str, recipe: str, models: Path,
 
 
 SAME = {
-    "qwen3": ("", "learner.recompute.granularity=full", "learner.recompute.modules=[core_attn,layernorm,mlp]"),
+    "qwen3": (
+        "",
+        "learner.recompute.granularity=full",
+        "learner.recompute.modules=[core_attn,layernorm,mlp]",
+        "learner.cpu_offloading_num_layers=1",
+    ),
     "qwen3_moe": (
         "",
         "learner.recompute.granularity=full",
@@ -126,21 +142,98 @@ def test_what_is_computed_again_is_the_same(family: str, recipe: str, models: Pa
     assert on_gpus(_updated, models / f"{family}-2", recipe, SAME[family]) == ({}, [])
 
 
+KEPT = "learner.fp8.parameters=true"
+
+
 def _away_and_back(directory: Path, recipe: str) -> dict[str, Any]:
     batch = mini_batch()
-    learner, stays = (_learner(directory, *_options(recipe)) for _ in range(2))
+    learner, stays = (_learner(directory, *_options(recipe, KEPT)) for _ in range(2))
     for each in (learner, stays):
         each.update(batch)
     learner.offload("weights", "optimizer", "gradients")
+    held = [
+        part.untyped_storage().nbytes()
+        for parameter in learner.model_chunks[0].parameters()
+        if hasattr(parameter, "get_metadata")
+        for part in parameter.get_metadata().values()
+        if isinstance(part, torch.Tensor)
+    ]
     learner.reload("weights", "optimizer", "gradients")
     for each in (learner, stays):
         each.update(batch)
-    return {"differing": _differing(_weights(learner), _weights(stays))}
+    return {"differing": _differing(_weights(learner), _weights(stays)), "parts": len(held) > 8, "left": sum(held)}
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3", "tensorwise"), ("qwen3_moe", "blockwise")])
-def test_leaves_the_gpu_and_comes_back(family: str, recipe: str, models: Path, on_gpus: Run) -> None:
-    assert on_gpus(_away_and_back, models / f"{family}-2", recipe) == {"differing": []}
+def test_weights_in_fp8_leave_the_gpu_and_come_back(family: str, recipe: str, models: Path, on_gpus: Run) -> None:
+    found = on_gpus(_away_and_back, models / f"{family}-2", recipe)
+    assert found == {"differing": [], "parts": True, "left": 0}
+
+
+def _main_parameters(learner: Any) -> list[torch.Tensor]:
+    mains = (parameter.main_param for chunk in learner.model_chunks for parameter in chunk.parameters())
+    return [main.clone() for main in mains if main is not None]
+
+
+def _kept_and_not(directory: Path, recipe: str, layouts: tuple[str, ...], world: int) -> dict[str, Any]:
+    """How far log-probs and gradients' norms of steps with weights in FP8 are from those with weights in bfloat16."""
+    found: dict[str, Any] = {}
+    with fake_device.recorded() as record:
+        for layout in layouts:
+            options = [f"learner.{each}" for each in layout.split() if "=" in each]
+            runs = []
+            for kept in ([], [KEPT]):
+                learner = _learner(directory, *_options(recipe, *options, *kept), world=world)
+                batch = mini_batch()
+                norms = [learner.update(batch)["actor/grad_norm"] for _ in range(3)]
+                runs.append((learner.log_probs(batch)["log_probs"], norms))
+            (plain, norms), (rounded, own_norms) = runs
+            before = _main_parameters(learner)
+            learner.reset_optimizer(learner.config.learner.optimizer, 10)
+            after = _main_parameters(learner)
+            assert len(before) > 8
+            assert all(torch.equal(own, earlier) for own, earlier in zip(after, before, strict=True)), layout
+            found[layout] = float(np.abs(plain - rounded).max()), float(np.abs(np.subtract(norms, own_norms)).max())
+    return {"apart": found, "mixed": [str(event) for event in record.mixed]}
+
+
+def _saved_and_continued(directory: Path, place: Path, *options: str) -> np.ndarray[Any, Any]:
+    learner = _learner(directory, *options)
+    learner.update(mini_batch())
+    learner.save(place)
+    learner.update(mini_batch())
+    return learner.log_probs(mini_batch())["log_probs"]
+
+
+def _loaded_and_continued(directory: Path, place: Path, *options: str) -> np.ndarray[Any, Any]:
+    learner = _learner(directory, *options)
+    learner.load(place)
+    learner.update(mini_batch())
+    return learner.log_probs(mini_batch())["log_probs"]
+
+
+@pytest.mark.parametrize(("recipe", "saved", "loaded"), [("tensorwise", [KEPT], []), ("blockwise", [], [KEPT])])
+def test_either_kind_of_weights_continues_from_the_other(
+    recipe: str, saved: list[str], loaded: list[str], models: Path, tmp_path: Path, on_gpus: Run
+) -> None:
+    one, other = (_options(recipe, *kind) for kind in (saved, loaded))
+    expected = on_gpus(_saved_and_continued, models / "qwen3-2", tmp_path / "checkpoint", *one)
+    found = on_gpus(_loaded_and_continued, models / "qwen3-2", tmp_path / "checkpoint", *other)
+    assert np.array_equal(found, expected)
+
+
+EVERY = "overlap_grad_reduce=true overlap_param_gather=true"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize(("family", "world"), [("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+def test_weights_in_fp8_change_no_number(family: str, world: int, recipe: str, models: Path, on_gpus: Run) -> None:
+    layouts = ("", EVERY) if world == 1 else (*LAYOUTS[family], EVERY)
+    found = on_gpus(_kept_and_not, models / f"{family}-2", recipe, layouts, world, world=world)
+    assert found["mixed"] == []
+    for layout, apart in found["apart"].items():
+        assert apart == (0, pytest.approx(0, abs=1e-6)), layout
 
 
 TP = "tensor_model_parallel_size=2 sequence_parallel=true"

@@ -25,6 +25,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "float16": ("learner.dtype=float16",),
     "Adam on the host": (f"{OPTIMIZER}cpu_offload=true",),
     "main parameters as remainders": (AWARE,),
+    "Adam on the host, products in FP8": (f"{OPTIMIZER}cpu_offload=true", "learner.fp8.recipe=tensorwise"),
+    "weights in FP8": (
+        "learner.fp8.recipe=tensorwise",
+        "learner.fp8.parameters=true",
+        "learner.fp8.keep_first_last_bf16=false",
+    ),
     "moments in bfloat16": (AWARE, f"{OPTIMIZER}exp_avg_dtype=bfloat16", f"{OPTIMIZER}exp_avg_sq_dtype=bfloat16"),
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conversion.model.layout import ParallelLayout
-from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.config import Config, ConfigError, CriticConfig, Fp8Config, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import cpu
 from megatron_retool.learner.performance import (
     check_performance,
@@ -78,6 +78,28 @@ def test_refused_by_model_or_machine(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check(settings, optimizer, **given)
+
+
+KEPT = Fp8Config(recipe="tensorwise", parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp8": Fp8Config(parameters=True)}, "needs learner.fp8.recipe=tensorwise or blockwise, not None"),
+        ({"fp8": Fp8Config(recipe="mxfp8", parameters=True)}, "tensorwise or blockwise, not mxfp8"),
+        ({"fp8": KEPT, "use_distributed_optimizer": False}, "needs learner.use_distributed_optimizer=true"),
+        ({"fp8": KEPT, "optimizer": OptimizerConfig(cpu_offload=True)}, "learner.optimizer.cpu_offload=true does not"),
+        (
+            {"fp8": KEPT, "critic": CriticConfig(optimizer=OptimizerConfig(**AWARE))},
+            "learner.critic.optimizer.use_precision_aware_optimizer=true does not go with learner.fp8.parameters=true",
+        ),
+    ],
+)
+def test_weights_in_fp8_need_other_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearnerConfig(**settings).check()
+    LearnerConfig(fp8=KEPT).check()
 
 
 def test_accepted_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,6 +339,8 @@ def test_reference_critic_offload_and_fp8_have_their_price() -> None:
     assert plan(learner_32b(), advantage="gae").critic == base.parameters + base.gradients + base.optimizer
     assert plan(learner_32b(optimizer=OptimizerConfig(cpu_offload=True))).optimizer == 0
     assert plan(learner_32b(fp8=Fp8Config(recipe="blockwise"))).fp8_copies > 0.9 * base.parameters
+    kept = plan(learner_32b(fp8=Fp8Config(recipe="blockwise", parameters=True)))
+    assert (kept.fp8_copies, kept.parameters) == (0, base.parameters)  # the two copies are the weight
     assert base.sleeping == base.parameters + base.optimizer
     assert base.sleeping < base.pinned < base.sleeping + 2 * memory.PINNED_BLOCK_BYTES
 

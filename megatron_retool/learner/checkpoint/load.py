@@ -33,6 +33,7 @@ from megatron_retool.learner.checkpoint.state import (
     set_random_state,
     sharded_items,
 )
+from megatron_retool.learner.optimizer import round_main_parameters
 from megatron_retool.learner.weights import (
     TensorParallelPlace,
     global_parameters,
@@ -70,6 +71,8 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
         unwrap(chunk).load_state_dict(loaded[name], strict=False)
     if learner.config.learner.use_distributed_optimizer:
         _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"])
+        # A learner that keeps weights in FP8 stores what they stand for, which is less than its main parameters hold.
+        round_main_parameters(learner.optimizer, learner.model_chunks)
     else:
         _load_plain_optimizer(learner.optimizer, loaded.get("optimizer", {}), loaded["learner"])
     _load_schedule(learner.scheduler, loaded["scheduler"])
