@@ -412,8 +412,6 @@ class LearnerConfig:
             )
         if self.overlap_grad_reduce:
             raise ConfigError(f"{said} learner.overlap_grad_reduce=true: set one of them to false")
-        if self.fp8.recipe is not None:
-            raise ConfigError(f"{said} learner.fp8.recipe={self.fp8.recipe}: set it to null")
         if self.cpu_offloading_num_layers:
             raise ConfigError(f"{said} learner.cpu_offloading_num_layers={self.cpu_offloading_num_layers}: set it to 0")
         if self.recompute.method != "block" and (self.recompute.num_layers or 1) > 1:

@@ -21,6 +21,7 @@ from megatron_retool.doctor.session import DoctorSession
 from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.test_phases import _differing, _learner, _weights
+from tests.learner.test_multi_token_prediction import make_model
 
 RECIPES = [
     ("tensorwise", fake_device.HOPPER),
@@ -234,6 +235,36 @@ def test_weights_in_fp8_change_no_number(family: str, world: int, recipe: str, m
     assert found["mixed"] == []
     for layout, apart in found["apart"].items():
         assert apart == (0, pytest.approx(0, abs=1e-6)), layout
+
+
+def _with_predictors(directory: Path) -> dict[str, Any]:
+    """By recipe, with layers for multi-token prediction and without: log-probs after two updates, the layers' loss in
+    the last of them, and whether their own products were in FP8."""
+    found: dict[str, Any] = {}
+    for name, options in {"": (), **{each: _options(each) for each in ("tensorwise", "blockwise")}}.items():
+        for train in (True, False):
+            learner = _learner(directory, *options, f"learner.mtp.train={str(train).lower()}")
+            learner.update(mini_batch())
+            metrics = learner.update(mini_batch())
+            products = {
+                module.fp8
+                for part, module in learner.model_chunks[0].module.named_modules()
+                if part.startswith("mtp.") and hasattr(module, "fp8_meta") and not part.endswith("core_attention")
+            }
+            log_probs = learner.log_probs(mini_batch())["log_probs"]
+            found[f"{name}{' with' if train else ''}"] = log_probs, metrics.get("learner/mtp_loss"), products
+    return found
+
+
+def test_predictors_observe_a_policy_in_fp8(tmp_path: Path, on_gpus: Run) -> None:
+    make_model("mimo", tmp_path / "model")
+    found = on_gpus(_with_predictors, tmp_path / "model")
+    for recipe in ("tensorwise", "blockwise"):
+        (log_probs, loss, products), (without, _, _) = found[f"{recipe} with"], found[recipe]
+        assert np.array_equal(log_probs, without)
+        assert products == {True}
+        assert loss != found[" with"][1]
+        assert loss == pytest.approx(found[" with"][1], rel=0.01)
 
 
 TP = "tensor_model_parallel_size=2 sequence_parallel=true"

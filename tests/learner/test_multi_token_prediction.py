@@ -22,7 +22,6 @@ from megatron_retool.config import (
     Config,
     ConfigError,
     EngineConfig,
-    Fp8Config,
     LearnerConfig,
     ModelConfig,
     MtpConfig,
@@ -496,7 +495,6 @@ def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, 
     [
         ({"share_prefixes": True}, "does not go with learner.share_prefixes=true"),
         ({"overlap_grad_reduce": True}, "does not go with learner.overlap_grad_reduce=true"),
-        ({"fp8": Fp8Config(recipe="blockwise")}, "does not go with learner.fp8.recipe=blockwise"),
         ({"cpu_offloading_num_layers": 1}, "does not go with learner.cpu_offloading_num_layers=1"),
         (
             {"recompute": RecomputeConfig("full", "uniform", 2)},
