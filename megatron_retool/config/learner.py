@@ -83,9 +83,9 @@ class Fp8Config:
     keep_first_last_bf16: bool = True
     """The first and the last layer stay in bfloat16."""
     parameters: bool = False
-    """Keep the weights themselves of these layers in FP8, and gather them so after a step: 2 bytes less a weight, and
-    half of the gather. The optimizer steps float32 as before. With tensorwise or blockwise and
-    use_distributed_optimizer."""
+    """Keep the weights themselves of these layers in FP8 or FP4, which saves the memory that they have in bfloat16.
+    They are gathered so after a step (mxfp8: in bfloat16). The optimizer steps float32 as before. Needs
+    use_distributed_optimizer; mxfp8 does not go with overlap_param_gather."""
 
 
 @dataclass(frozen=True)
@@ -386,13 +386,15 @@ class LearnerConfig:
     def _check_fp8_parameters(self) -> None:
         if not self.fp8.parameters:
             return
-        if self.fp8.recipe not in ("tensorwise", "blockwise"):
-            raise ConfigError(
-                f"learner.fp8.parameters=true needs learner.fp8.recipe=tensorwise or blockwise, not {self.fp8.recipe}: "
-                "Transformer Engine has no buffer to gather weights of the others in"
-            )
+        if self.fp8.recipe is None:
+            raise ConfigError("learner.fp8.parameters=true needs learner.fp8.recipe: choose one, or set it to false")
         if not self.use_distributed_optimizer:
             raise ConfigError("learner.fp8.parameters=true needs learner.use_distributed_optimizer=true")
+        if self.fp8.recipe == "mxfp8" and self.overlap_param_gather:
+            raise ConfigError(
+                "learner.overlap_param_gather=true does not go with learner.fp8.parameters=true beside "
+                "learner.fp8.recipe=mxfp8, whose weights are gathered in the gradients' memory: set one to false"
+            )
         for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
             for name in ("cpu_offload", "use_precision_aware_optimizer"):
                 if getattr(optimizer, name):

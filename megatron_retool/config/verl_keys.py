@@ -288,8 +288,9 @@ TABLE: tuple[VerlKey, ...] = (
         _same),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",),
         "without delayed, whose scales are not yet there when log-probs are computed", fp8_recipe),
-    *(VerlKey(f"{ACTOR}.megatron.{name}", ("learner.fp8.parameters",), "with tensorwise or blockwise", _same)
-      for name in ("override_transformer_config.fp8_param", "override_ddp_config.fp8_param_gather")),
+    *(VerlKey(f"{ACTOR}.megatron.{name}", ("learner.fp8.parameters",), "", _same)
+      for name in ("override_transformer_config.fp8_param", "override_transformer_config.fp4_param",
+                   "override_ddp_config.fp8_param_gather", "override_ddp_config.fp4_param_gather")),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp4", ("learner.fp8.recipe",), "e2m1 is nvfp4", fp4_recipe),
     *(VerlKey(f"{ACTOR}.megatron.override_transformer_config.{name}", (f"learner.{name}",), "", _same)
       for name in ("gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",

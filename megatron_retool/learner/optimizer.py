@@ -71,7 +71,11 @@ def build_optimizer(
 def round_main_parameters(optimizer: Any, model_chunks: Sequence[DistributedDataParallel]) -> None:
     """Make the weights again from the main parameters, as a step ends; every rank calls it."""
     for part in optimizer.chained_optimizers:
-        if not getattr(part, "is_stub_optimizer", False):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        if part.config.reuse_grad_buf_for_mxfp8_param_ag:
+            part._copy_main_params_to_param_buffer()
+        else:
             part._copy_main_params_to_model_params()
     for chunk in model_chunks:
         chunk.start_param_sync(force_sync=True)

@@ -117,7 +117,9 @@ def data_parallel_options(learner: LearnerConfig) -> dict[str, Any]:
         "overlap_grad_reduce": learner.overlap_grad_reduce,
         "overlap_param_gather": learner.overlap_param_gather,
         "bucket_size": learner.gradient_bucket_size,
-        "fp8_param_gather": learner.fp8.parameters,
+        "fp8_param_gather": learner.fp8.parameters and learner.fp8.recipe != "nvfp4",
+        "fp4_param_gather": learner.fp8.parameters and learner.fp8.recipe == "nvfp4",
+        "reuse_grad_buf_for_mxfp8_param_ag": learner.fp8.parameters and learner.fp8.recipe == "mxfp8",
     }
 
 

@@ -249,6 +249,7 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
     }
     if learner.fp8.recipe not in (None, "nvfp4"):
         options["fp8_recipe"] = learner.fp8.recipe
+        options["reuse_grad_buf_for_mxfp8_param_ag"] = learner.fp8.parameters and learner.fp8.recipe == "mxfp8"
     if optimizer.cpu_offload:
         options |= {
             "optimizer_cpu_offload": True,

@@ -61,20 +61,21 @@ def check_matrices(model: torch.nn.Module, recipe: str) -> None:
 
 
 def keep_weights_in_fp8(config: TransformerConfig, chunks: Sequence[Any]) -> None:
-    """Replace the weights of layers that compute in FP8 by FP8 tensors of their values (learner.fp8.parameters).
+    """Replace the weights of layers that compute in FP8 or FP4 by such tensors (learner.fp8.parameters).
 
     The optimizer takes its main parameters from the floats that each of these parameters keeps on the host until then.
     Transformer Engine would build them so before weights are loaded, and the optimizer would begin with random ones.
     """
+    from megatron.core.fp4_utils import get_fp4_context
     from megatron.core.fp8_utils import get_fp8_context
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    config = copy.copy(config)
-    config.fp8_param = True
+    config, context = copy.copy(config), get_fp4_context if config.fp4 else get_fp8_context
+    config.fp8_param = config.fp4_param = True
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            with get_fp8_context(config, layer.layer_number - 1, is_init=True):
+            with context(config, layer.layer_number - 1, is_init=True):
                 for module in layer.modules() if FP8GlobalStateManager.with_fp8_parameters() else ():
                     if isinstance(module, TransformerEngineBaseModule):
                         _keep_weights_in_fp8(module)

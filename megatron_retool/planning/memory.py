@@ -433,9 +433,9 @@ def learner_memory(
     The reference policy, where it is needed, is a frozen copy of the parameters; with learner.lora it is the model
     without its adapters and needs no memory.  Teachers that the learner computes take its
     place.  The critic, where one is, has parameters, gradients and optimizer states of its own.  Neither has layers for
-    multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight
-    in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run; with learner.fp8.parameters these two
-    are the weight itself, which is as large as one in bfloat16.  Models that train only in Megatron-
+    multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8 and FP4 training keep each linear
+    weight twice in few bits, as it is and transposed, while a mini-batch's micro-batches run; with
+    learner.fp8.parameters these two are the weight.  Models that train only in Megatron-
     Core's own layers keep what those keep, on a GPU too.
     """
     needs = algorithm.needs
@@ -462,8 +462,8 @@ def learner_memory(
     for stage in range(layout.pipeline):
         states = states_of(with_predictors, stage)
         last = stage == layout.pipeline - 1
-        copies = 0.0
-        if learner.fp8.recipe is not None and not learner.fp8.parameters:
+        copies = parameters = 0.0
+        if learner.fp8.recipe is not None:
             shards = _shards(
                 architecture,
                 layout.tensor,
@@ -472,11 +472,15 @@ def learner_memory(
                 padded_vocab_size(architecture.vocab_size, layout.tensor),
             )
             numbers = (layout.layers(architecture, stage, n) for n in range(layout.virtual_pipeline or 1))
-            copies = 2.0 * sum(_layers(shards, architecture, each).elements for each in numbers)
+            elements = sum(_layers(shards, architecture, each).elements for each in numbers)
+            # Of FP4 two copies of half a byte, and a byte of scale for 16 numbers of each.
+            copies = (1.125 if learner.fp8.recipe == "nvfp4" else 2.0) * elements
+            if learner.fp8.parameters:
+                copies, parameters = 0.0, copies - PARAMETER_BYTES[learner.dtype] * elements
         result.append(
             LearnerMemory(
                 stage=stage,
-                parameters=states.parameters,
+                parameters=states.parameters + parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
                 reference=float(

@@ -46,6 +46,8 @@ def install() -> None:
     ProcessGroup.all_gather_single_coalesced = lambda group, outputs, inputs, *options: _Works(
         [gather(group, [to], [own], *options) for to, own in zip(outputs, inputs, strict=True)]
     )
+    ProcessGroup._start_coalescing = lambda group, device: None
+    ProcessGroup._end_coalescing = lambda group, device: _Works([])  # type: ignore[return-value]
 
 
 class _Works:
@@ -143,15 +145,15 @@ def scales_of_magnitudes(
         inverse.copy_(1 / scale)
 
 
-def _blocks_of(start: int, count: int, width: int) -> tuple[Tensor, Tensor]:
+def _blocks_of(start: int, count: int, width: int, block: int) -> tuple[Tensor, Tensor]:
     """The block of a matrix of that width, by row and column, of each of ``count`` numbers from the place ``start``."""
     places = torch.arange(start, start + count)
-    return places // width // BLOCK, places % width // BLOCK
+    return places // width // block, places % width // block
 
 
 @kernel
 def magnitudes_of_blocks(piece: Tensor, amax: Tensor, height: int, width: int, start: int, block: int) -> None:
-    rows, columns = _blocks_of(start, piece.numel(), width)
+    rows, columns = _blocks_of(start, piece.numel(), width, block)
     flat = rows * amax.size(1) + columns
     amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
 
@@ -160,8 +162,68 @@ def magnitudes_of_blocks(piece: Tensor, amax: Tensor, height: int, width: int, s
 def round_piece(
     piece: Tensor, out: Tensor, scale: Tensor, height: int, width: int, start: int, block: int, dtype: Any
 ) -> None:
-    rows, columns = _blocks_of(start, piece.numel(), width)
+    rows, columns = _blocks_of(start, piece.numel(), width, block)
     out.copy_(_round(piece.float().view(-1) * scale[rows, columns], _dtype(dtype)).view(out.shape))
+
+
+@kernel
+def magnitudes_of_sixteen(
+    pieces: list[Tensor], tiles: list[Tensor], wholes: list[Tensor], heights: Any, widths: Any, starts: Any, block: int
+) -> None:
+    for piece, amax, whole, width, start in zip(pieces, tiles, wholes, widths, starts, strict=True):
+        rows, columns = _blocks_of(start, piece.numel(), width, block)
+        flat = rows * amax.size(1) + columns
+        amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
+        whole.copy_(torch.maximum(whole, piece.abs().amax().float().view(1)))
+
+
+@kernel
+def whole_scales(amaxes: Tensor, scales: Tensor) -> None:
+    scales.copy_(_whole_scale(amaxes))
+
+
+@kernel
+def scales_of_tiles(
+    magnitudes: list[Tensor],
+    amaxes: list[Tensor],
+    decoded: list[Tensor],
+    targets: list[Tensor],
+    target_amaxes: list[Tensor],
+    *_: Any,
+) -> None:
+    for tile, amax, own, target, whole in zip(magnitudes, amaxes, decoded, targets, target_amaxes, strict=True):
+        scale = _scales_of_sixteen(tile, amax)
+        own.copy_(scale.float())
+        whole.copy_(amax.view(whole.shape))
+        rows = scale.view(torch.uint8).repeat_interleave(16, 0)
+        target.zero_()
+        target[: rows.size(0), : rows.size(1)].copy_(rows)
+
+
+@kernel
+def round_pieces_to_four_bits(
+    pieces: list[Tensor], outs: list[Tensor], scales: list[Tensor], wholes: list[Tensor], *places: Any
+) -> None:
+    _, widths, starts, block = places
+    for piece, out, scale, whole, width, start in zip(pieces, outs, scales, wholes, widths, starts, strict=True):
+        assert start % 2 == 0 and piece.numel() % 2 == 0, "a piece begins in the middle of a byte"
+        rows, columns = _blocks_of(start, piece.numel(), width, block)
+        own = scale[rows, columns]
+        code = _four_bits(piece.float().view(-1) * whole / torch.where(own > 0, own, 1.0), at_random=False)
+        out.copy_(code[::2] | code[1::2] << 4)
+
+
+@kernel
+def transpose_four_bits(
+    rows: list[Tensor], columns: list[Tensor], scales: list[Tensor], turned: list[Tensor], heights: Any, widths: Any
+) -> None:
+    for data, out, own, other, height, width in zip(rows, columns, scales, turned, heights, widths, strict=True):
+        packed = data.reshape(height, width // 2)
+        code = torch.stack([packed & 15, packed >> 4], -1).reshape(height, width).t()
+        out.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(out.shape))
+        tiles = own[:height:16, : width // 16]
+        other.zero_()
+        other[:width, : height // 16].copy_(tiles.t().repeat_interleave(16, 0))
 
 
 @kernel
@@ -252,17 +314,24 @@ def _by_sixteen(rows: Tensor, quantizer: Any, target: Any) -> None:
         amax.fill_(direction.abs().amax())
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
-        whole = amax / (6 * 448) if amax else torch.ones_like(amax)
         high = 16 if quantizer.with_2d_quantization else 1
         tiles = direction.reshape(direction.size(0) // high, high, direction.size(1) // 16, 16)
-        own = (tiles.abs().amax((1, 3)) / 6 / whole).clamp(max=448).to(torch.float8_e4m3fn)
-        step = own.float().repeat_interleave(high, 0) * whole
-        step = torch.where(step > 0, step, torch.ones_like(step))
-        shares = direction.reshape(*step.shape, 16) / step[..., None]
+        own = _scales_of_sixteen(tiles.abs().amax((1, 3)), amax)
+        each = own.float().repeat_interleave(high, 0)[..., None]
+        shares = direction.reshape(*each.shape[:2], 16) * _whole_scale(amax) / torch.where(each > 0, each, 1.0)
         code = _four_bits(shares, at_random=quantizer.stochastic_rounding).view(direction.shape)
         data.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(data.shape))
         scales.zero_()
         scales[: direction.size(0), : own.size(1)].copy_(own.view(torch.uint8).repeat_interleave(high, 0))
+
+
+def _whole_scale(amax: Tensor) -> Tensor:
+    """What brings the largest of all numbers to the largest that both scales and four bits hold together."""
+    return torch.where(amax > 0, 6 * 448 / amax, torch.ones_like(amax))
+
+
+def _scales_of_sixteen(magnitudes: Tensor, amax: Tensor) -> Tensor:
+    return (magnitudes / 6 * _whole_scale(amax)).clamp(max=448).to(torch.float8_e4m3fn)
 
 
 def _four_bits(shares: Tensor, at_random: bool) -> Tensor:
@@ -282,7 +351,7 @@ def _of_sixteen(data: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
     code = torch.stack([packed & 15, packed >> 4], -1).reshape(packed.size(0), -1).long()
     values = _FOUR_BITS[code & 7] * (1 - 2 * (code >> 3))
     own = scales[: values.size(0), : values.size(1) // 16].contiguous().view(torch.float8_e4m3fn).float()
-    return values * own.repeat_interleave(16, 1) * (amax / (6 * 448) if amax else torch.ones_like(amax))
+    return values * own.repeat_interleave(16, 1) / _whole_scale(amax)
 
 
 @kernel
@@ -332,6 +401,12 @@ def _read(operand: Any, columnwise: bool) -> Tensor:
 @kernel
 def transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     turned = data.reshape(-1, data.size(-1)).t().contiguous().view(data.size(-1), *data.shape[:-1])
+    return turned if out is None else out.copy_(turned)
+
+
+@kernel
+def swap_first_two(x: Tensor, out: Tensor | None = None) -> Tensor:
+    turned = x.transpose(0, 1).contiguous()
     return turned if out is None else out.copy_(turned)
 
 
@@ -482,9 +557,15 @@ EXTENSION = {
     # Named beside the others when a norm is looked up, and not called.
     "layernorm_bwd": None,
     "layernorm_fwd": None,
+    "nvfp4_2d_multi_tensor_transpose": transpose_four_bits,
+    "nvfp4_compute_global_scale": whole_scales,
+    "nvfp4_multi_tensor_2d_partial_cast": round_pieces_to_four_bits,
+    "nvfp4_multi_tensor_compute_partial_amax": magnitudes_of_sixteen,
+    "nvfp4_multi_tensor_fused_scale": scales_of_tiles,
     "quantize": quantize,
     "rmsnorm_bwd": rms_norm_backward,
     "rmsnorm_fwd": rms_norm,
     "split_quantize": split_quantize,
+    "swap_first_dims": swap_first_two,
     "te_general_grouped_gemm": grouped_products,
 }

@@ -86,8 +86,12 @@ KEPT = Fp8Config(recipe="tensorwise", parameters=True)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fp8": Fp8Config(parameters=True)}, "needs learner.fp8.recipe=tensorwise or blockwise, not None"),
-        ({"fp8": Fp8Config(recipe="mxfp8", parameters=True)}, "tensorwise or blockwise, not mxfp8"),
+        ({"fp8": Fp8Config(parameters=True)}, "learner.fp8.parameters=true needs learner.fp8.recipe"),
+        (
+            {"fp8": Fp8Config(recipe="mxfp8", parameters=True), "overlap_grad_reduce": True}
+            | {"overlap_param_gather": True},
+            "learner.overlap_param_gather=true does not go with learner.fp8.parameters=true beside .*mxfp8",
+        ),
         ({"fp8": KEPT, "use_distributed_optimizer": False}, "needs learner.use_distributed_optimizer=true"),
         ({"fp8": KEPT, "optimizer": OptimizerConfig(cpu_offload=True)}, "learner.optimizer.cpu_offload=true does not"),
         (
@@ -99,7 +103,8 @@ KEPT = Fp8Config(recipe="tensorwise", parameters=True)
 def test_weights_in_fp8_need_other_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LearnerConfig(**settings).check()
-    LearnerConfig(fp8=KEPT).check()
+    for recipe in ("tensorwise", "blockwise", "mxfp8", "nvfp4"):
+        LearnerConfig(fp8=Fp8Config(recipe=recipe, parameters=True)).check()
 
 
 def test_accepted_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

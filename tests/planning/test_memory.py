@@ -341,6 +341,8 @@ def test_reference_critic_offload_and_fp8_have_their_price() -> None:
     assert plan(learner_32b(fp8=Fp8Config(recipe="blockwise"))).fp8_copies > 0.9 * base.parameters
     kept = plan(learner_32b(fp8=Fp8Config(recipe="blockwise", parameters=True)))
     assert (kept.fp8_copies, kept.parameters) == (0, base.parameters)  # the two copies are the weight
+    four_bits = plan(learner_32b(fp8=Fp8Config(recipe="nvfp4", parameters=True)))
+    assert four_bits.fp8_copies == 0 and 0.5 * base.parameters < four_bits.parameters < 0.65 * base.parameters
     assert base.sleeping == base.parameters + base.optimizer
     assert base.sleeping < base.pinned < base.sleeping + 2 * memory.PINNED_BLOCK_BYTES
 

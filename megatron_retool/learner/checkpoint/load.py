@@ -26,6 +26,7 @@ from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
     ShardedState,
     adapter_record,
+    dequantize,
     explain,
     full_state,
     model_names,
@@ -247,6 +248,7 @@ def _open(directory: Path) -> DistCheckpoint:
 
 def _load(state: ShardedState, directory: Path, checkpoint: DistCheckpoint) -> dict[str, Any]:
     _drop_absent_extra_state(state, checkpoint)
+    dequantize(state)
     wanted = {item.key for item in sharded_items(state) if not isinstance(item, ShardedObject)}
     missing = sorted(wanted - checkpoint.tensors.keys())
     if missing:

@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -51,6 +50,7 @@ from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
     ShardedState,
     adapter_record,
+    dequantize,
     explain,
     full_state,
     model_names,
@@ -208,9 +208,7 @@ def save_checkpoint(
         state = model_state(learner.model_chunks, learner.architecture)
     else:
         state = full_state(learner, is_loading=False)
-    for item in sharded_items(state):
-        if is_float8tensor(item.data):  # one after another to the host: the GPU has no room for all of them
-            item.data = dequantize_fp8_tensor(item.data).cpu()
+    dequantize(state, torch.device("cpu"))  # the GPU may have no room for all of them
     weights = [item for name in model_names(learner.model_chunks) for item in sharded_items(state[name])]
     names = frozenset(item.unique_key if isinstance(item, ShardedObject) else item.key for item in weights)
     needed = _bytes_to_write(state)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 from conversion.files.adapter_checkpoint import AdapterRecord, weight_files, weights_checksum
 from conversion.files.checksums import FileRecord, record_files
@@ -204,6 +205,13 @@ def sharded_items(state: Any) -> Iterable[Any]:
             yield from sharded_items(value)
     elif isinstance(state, ShardedBase):
         yield state
+
+
+def dequantize(state: ShardedState, device: torch.device | None = None) -> None:
+    """Put what FP8 and FP4 parameters stand for in their place, one after another, on ``device`` (None: on theirs)."""
+    for item in sharded_items(state):
+        if is_float8tensor(item.data):
+            item.data = dequantize_fp8_tensor(item.data).to(device)
 
 
 def _random_state() -> dict[str, Any]:
