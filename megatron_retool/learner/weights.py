@@ -357,6 +357,8 @@ def _of_all_ranks(contents: _RankContents) -> list[_RankContents]:
 
 
 def _dtype(parameter: Tensor, value: Callable[[Tensor], Tensor]) -> torch.dtype:
+    if value is weight_value:
+        return parameter.dtype  # of an FP8 parameter what it stands for, without computing that
     # What is merged has its parameter's dtype; merging it only to ask would cost a product of matrices.
     return getattr(value, "dtype_of", lambda part: value(part).dtype)(parameter)
 
