@@ -128,104 +128,6 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
     return cls(shape=tuple(shape), dtype=dtype, **arguments, **options)
 
 
-# --- weights that are kept in FP8, of which a rank rounds a piece -----------------------------------------------------
-
-
-@kernel
-def largest_magnitude(x: Tensor, amax: Tensor) -> None:
-    amax.copy_(x.abs().amax().float().view(amax.shape))
-
-
-@kernel
-def scales_of_magnitudes(
-    chunk: int, overflow: Tensor, lists: list[list[Tensor]], largest: float, powers_of_two: bool, epsilon: float
-) -> None:
-    for amax, scale, inverse in zip(*lists, strict=True):
-        scale.copy_(_scale(amax, largest, epsilon, powers_of_two))
-        inverse.copy_(1 / scale)
-
-
-def _blocks_of(start: int, count: int, width: int, block: int) -> tuple[Tensor, Tensor]:
-    """The block of a matrix of that width, by row and column, of each of ``count`` numbers from the place ``start``."""
-    places = torch.arange(start, start + count)
-    return places // width // block, places % width // block
-
-
-@kernel
-def magnitudes_of_blocks(piece: Tensor, amax: Tensor, height: int, width: int, start: int, block: int) -> None:
-    rows, columns = _blocks_of(start, piece.numel(), width, block)
-    flat = rows * amax.size(1) + columns
-    amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
-
-
-@kernel
-def round_piece(
-    piece: Tensor, out: Tensor, scale: Tensor, height: int, width: int, start: int, block: int, dtype: Any
-) -> None:
-    rows, columns = _blocks_of(start, piece.numel(), width, block)
-    out.copy_(_round(piece.float().view(-1) * scale[rows, columns], _dtype(dtype)).view(out.shape))
-
-
-@kernel
-def magnitudes_of_sixteen(
-    pieces: list[Tensor], tiles: list[Tensor], wholes: list[Tensor], heights: Any, widths: Any, starts: Any, block: int
-) -> None:
-    for piece, amax, whole, width, start in zip(pieces, tiles, wholes, widths, starts, strict=True):
-        rows, columns = _blocks_of(start, piece.numel(), width, block)
-        flat = rows * amax.size(1) + columns
-        amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
-        whole.copy_(torch.maximum(whole, piece.abs().amax().float().view(1)))
-
-
-@kernel
-def whole_scales(amaxes: Tensor, scales: Tensor) -> None:
-    scales.copy_(_whole_scale(amaxes))
-
-
-@kernel
-def scales_of_tiles(
-    magnitudes: list[Tensor],
-    amaxes: list[Tensor],
-    decoded: list[Tensor],
-    targets: list[Tensor],
-    target_amaxes: list[Tensor],
-    *_: Any,
-) -> None:
-    for tile, amax, own, target, whole in zip(magnitudes, amaxes, decoded, targets, target_amaxes, strict=True):
-        scale = _scales_of_sixteen(tile, amax)
-        own.copy_(scale.float())
-        whole.copy_(amax.view(whole.shape))
-        rows = scale.view(torch.uint8).repeat_interleave(16, 0)
-        target.zero_()
-        target[: rows.size(0), : rows.size(1)].copy_(rows)
-
-
-@kernel
-def round_pieces_to_four_bits(
-    pieces: list[Tensor], outs: list[Tensor], scales: list[Tensor], wholes: list[Tensor], *places: Any
-) -> None:
-    _, widths, starts, block = places
-    for piece, out, scale, whole, width, start in zip(pieces, outs, scales, wholes, widths, starts, strict=True):
-        assert start % 2 == 0 and piece.numel() % 2 == 0, "a piece begins in the middle of a byte"
-        rows, columns = _blocks_of(start, piece.numel(), width, block)
-        own = scale[rows, columns]
-        code = _four_bits(piece.float().view(-1) * whole / torch.where(own > 0, own, 1.0), at_random=False)
-        out.copy_(code[::2] | code[1::2] << 4)
-
-
-@kernel
-def transpose_four_bits(
-    rows: list[Tensor], columns: list[Tensor], scales: list[Tensor], turned: list[Tensor], heights: Any, widths: Any
-) -> None:
-    for data, out, own, other, height, width in zip(rows, columns, scales, turned, heights, widths, strict=True):
-        packed = data.reshape(height, width // 2)
-        code = torch.stack([packed & 15, packed >> 4], -1).reshape(height, width).t()
-        out.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(out.shape))
-        tiles = own[:height:16, : width // 16]
-        other.zero_()
-        other[:width, : height // 16].copy_(tiles.t().repeat_interleave(16, 0))
-
-
 @kernel
 def create_empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pinned: bool) -> Any:
     return _empty(quantizer, shape, dtype)
@@ -420,6 +322,104 @@ def split_quantize(
     tensor: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], *, disable_bulk_allocation: bool = False
 ) -> list[Any]:
     return [quantize(part, each) for part, each in zip(tensor.split(list(sizes)), quantizers, strict=True)]
+
+
+# --- weights that are kept in FP8, of which a rank rounds a piece -----------------------------------------------------
+
+
+@kernel
+def largest_magnitude(x: Tensor, amax: Tensor) -> None:
+    amax.copy_(x.abs().amax().float().view(amax.shape))
+
+
+@kernel
+def scales_of_magnitudes(
+    chunk: int, overflow: Tensor, lists: list[list[Tensor]], largest: float, powers_of_two: bool, epsilon: float
+) -> None:
+    for amax, scale, inverse in zip(*lists, strict=True):
+        scale.copy_(_scale(amax, largest, epsilon, powers_of_two))
+        inverse.copy_(1 / scale)
+
+
+def _blocks_of(start: int, count: int, width: int, block: int) -> tuple[Tensor, Tensor]:
+    """The block of a matrix of that width, by row and column, of each of ``count`` numbers from the place ``start``."""
+    places = torch.arange(start, start + count)
+    return places // width // block, places % width // block
+
+
+@kernel
+def magnitudes_of_blocks(piece: Tensor, amax: Tensor, height: int, width: int, start: int, block: int) -> None:
+    rows, columns = _blocks_of(start, piece.numel(), width, block)
+    flat = rows * amax.size(1) + columns
+    amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
+
+
+@kernel
+def round_piece(
+    piece: Tensor, out: Tensor, scale: Tensor, height: int, width: int, start: int, block: int, dtype: Any
+) -> None:
+    rows, columns = _blocks_of(start, piece.numel(), width, block)
+    out.copy_(_round(piece.float().view(-1) * scale[rows, columns], _dtype(dtype)).view(out.shape))
+
+
+@kernel
+def magnitudes_of_sixteen(
+    pieces: list[Tensor], tiles: list[Tensor], wholes: list[Tensor], heights: Any, widths: Any, starts: Any, block: int
+) -> None:
+    for piece, amax, whole, width, start in zip(pieces, tiles, wholes, widths, starts, strict=True):
+        rows, columns = _blocks_of(start, piece.numel(), width, block)
+        flat = rows * amax.size(1) + columns
+        amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
+        whole.copy_(torch.maximum(whole, piece.abs().amax().float().view(1)))
+
+
+@kernel
+def whole_scales(amaxes: Tensor, scales: Tensor) -> None:
+    scales.copy_(_whole_scale(amaxes))
+
+
+@kernel
+def scales_of_tiles(
+    magnitudes: list[Tensor],
+    amaxes: list[Tensor],
+    decoded: list[Tensor],
+    targets: list[Tensor],
+    target_amaxes: list[Tensor],
+    *_: Any,
+) -> None:
+    for tile, amax, own, target, whole in zip(magnitudes, amaxes, decoded, targets, target_amaxes, strict=True):
+        scale = _scales_of_sixteen(tile, amax)
+        own.copy_(scale.float())
+        whole.copy_(amax.view(whole.shape))
+        rows = scale.view(torch.uint8).repeat_interleave(16, 0)
+        target.zero_()
+        target[: rows.size(0), : rows.size(1)].copy_(rows)
+
+
+@kernel
+def round_pieces_to_four_bits(
+    pieces: list[Tensor], outs: list[Tensor], scales: list[Tensor], wholes: list[Tensor], *places: Any
+) -> None:
+    _, widths, starts, block = places
+    for piece, out, scale, whole, width, start in zip(pieces, outs, scales, wholes, widths, starts, strict=True):
+        assert start % 2 == 0 and piece.numel() % 2 == 0, "a piece begins in the middle of a byte"
+        rows, columns = _blocks_of(start, piece.numel(), width, block)
+        own = scale[rows, columns]
+        code = _four_bits(piece.float().view(-1) * whole / torch.where(own > 0, own, 1.0), at_random=False)
+        out.copy_(code[::2] | code[1::2] << 4)
+
+
+@kernel
+def transpose_four_bits(
+    rows: list[Tensor], columns: list[Tensor], scales: list[Tensor], turned: list[Tensor], heights: Any, widths: Any
+) -> None:
+    for data, out, own, other, height, width in zip(rows, columns, scales, turned, heights, widths, strict=True):
+        packed = data.reshape(height, width // 2)
+        code = torch.stack([packed & 15, packed >> 4], -1).reshape(height, width).t()
+        out.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(out.shape))
+        tiles = own[:height:16, : width // 16]
+        other.zero_()
+        other[:width, : height // 16].copy_(tiles.t().repeat_interleave(16, 0))
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
