@@ -28,11 +28,11 @@ from megatron_retool.config.learner import (
     LearnerConfig,
     LoraConfig,
     MtpConfig,
-    OptimizerConfig,
     RecomputeConfig,
 )
 from megatron_retool.config.loading import load_config, save_config
 from megatron_retool.config.model import ModelConfig
+from megatron_retool.config.optimizer import OptimizerConfig
 from megatron_retool.config.profiler import ProfilerConfig
 from megatron_retool.config.reward import JudgeConfig, OverlongConfig, RewardConfig
 from megatron_retool.config.rollout import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number, positive
-from megatron_retool.config.learner import OptimizerConfig
+from megatron_retool.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
