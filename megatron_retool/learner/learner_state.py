@@ -189,7 +189,7 @@ class LearnerState:
             ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
         """
         self._skip_grad_norm = optimizer.skip_grad_norm
-        before = self.__dict__.get("optimizer")
+        before = getattr(self, "optimizer", None)
         self.optimizer, self.scheduler = build_optimizer(
             self.config.learner, optimizer, total_optimizer_steps, self.model_chunks
         )

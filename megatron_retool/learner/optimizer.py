@@ -88,10 +88,12 @@ def keep_main_parameters(optimizer: Any, before: Any) -> None:
         optimizer, before: Megatron's distributed optimizers on the same parameters.
     """
     for part, earlier in zip(optimizer.chained_optimizers, before.chained_optimizers, strict=True):
-        for name in ("shard_fp32_from_float16_groups", "shard_fp32_groups"):
-            for group, kept in zip(getattr(part, name, ()), getattr(earlier, name, ()), strict=True):
-                for main, value in zip(group, kept, strict=True):
-                    main.data.copy_(value)
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        groups = part.shard_fp32_from_float16_groups, earlier.shard_fp32_from_float16_groups
+        for group, kept in zip(*groups, strict=True):
+            for main, value in zip(group, kept, strict=True):
+                main.data.copy_(value)
 
 
 def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:

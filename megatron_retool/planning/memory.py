@@ -462,7 +462,7 @@ def learner_memory(
     for stage in range(layout.pipeline):
         states = states_of(with_predictors, stage)
         last = stage == layout.pipeline - 1
-        copies = parameters = 0.0
+        parameters, copies = states.parameters, 0.0
         if learner.fp8.recipe is not None:
             shards = _shards(
                 architecture,
@@ -476,11 +476,11 @@ def learner_memory(
             # Of FP4 two copies of half a byte, and a byte of scale for 16 numbers of each.
             copies = (1.125 if learner.fp8.recipe == "nvfp4" else 2.0) * elements
             if learner.fp8.parameters:
-                copies, parameters = 0.0, copies - PARAMETER_BYTES[learner.dtype] * elements
+                parameters, copies = parameters - PARAMETER_BYTES[learner.dtype] * elements + copies, 0.0
         result.append(
             LearnerMemory(
                 stage=stage,
-                parameters=states.parameters + parameters,
+                parameters=parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
                 reference=float(

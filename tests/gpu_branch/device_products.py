@@ -222,7 +222,7 @@ def _by_sixteen(rows: Tensor, quantizer: Any, target: Any) -> None:
         each = own.float().repeat_interleave(high, 0)[..., None]
         shares = direction.reshape(*each.shape[:2], 16) * _whole_scale(amax) / torch.where(each > 0, each, 1.0)
         code = _four_bits(shares, at_random=quantizer.stochastic_rounding).view(direction.shape)
-        data.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(data.shape))
+        data.copy_(_packed(code).reshape(data.shape))
         scales.zero_()
         scales[: direction.size(0), : own.size(1)].copy_(own.view(torch.uint8).repeat_interleave(high, 0))
 
@@ -248,9 +248,18 @@ def _four_bits(shares: Tensor, at_random: bool) -> Tensor:
     return (code + 8 * (shares < 0)).to(torch.uint8)
 
 
+def _packed(code: Tensor) -> Tensor:
+    """Two neighbours in a byte, the first in its lower half."""
+    return code[..., ::2] | code[..., 1::2] << 4
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
 def _of_sixteen(data: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
     packed = data.reshape(-1, data.size(-1)) if data.dim() == 2 else data.reshape(data.size(0), -1)
-    code = torch.stack([packed & 15, packed >> 4], -1).reshape(packed.size(0), -1).long()
+    code = _unpacked(packed).long()
     values = _FOUR_BITS[code & 7] * (1 - 2 * (code >> 3))
     own = scales[: values.size(0), : values.size(1) // 16].contiguous().view(torch.float8_e4m3fn).float()
     return values * own.repeat_interleave(16, 1) / _whole_scale(amax)
@@ -366,10 +375,8 @@ def round_piece(
 def magnitudes_of_sixteen(
     pieces: list[Tensor], tiles: list[Tensor], wholes: list[Tensor], heights: Any, widths: Any, starts: Any, block: int
 ) -> None:
-    for piece, amax, whole, width, start in zip(pieces, tiles, wholes, widths, starts, strict=True):
-        rows, columns = _blocks_of(start, piece.numel(), width, block)
-        flat = rows * amax.size(1) + columns
-        amax.view(-1).scatter_reduce_(0, flat, piece.abs().float().view(-1), "amax")
+    for piece, amax, whole, height, width, start in zip(pieces, tiles, wholes, heights, widths, starts, strict=True):
+        magnitudes_of_blocks(piece, amax, height, width, start, block)
         whole.copy_(torch.maximum(whole, piece.abs().amax().float().view(1)))
 
 
@@ -406,7 +413,7 @@ def round_pieces_to_four_bits(
         rows, columns = _blocks_of(start, piece.numel(), width, block)
         own = scale[rows, columns]
         code = _four_bits(piece.float().view(-1) * whole / torch.where(own > 0, own, 1.0), at_random=False)
-        out.copy_(code[::2] | code[1::2] << 4)
+        out.copy_(_packed(code))
 
 
 @kernel
@@ -414,9 +421,7 @@ def transpose_four_bits(
     rows: list[Tensor], columns: list[Tensor], scales: list[Tensor], turned: list[Tensor], heights: Any, widths: Any
 ) -> None:
     for data, out, own, other, height, width in zip(rows, columns, scales, turned, heights, widths, strict=True):
-        packed = data.reshape(height, width // 2)
-        code = torch.stack([packed & 15, packed >> 4], -1).reshape(height, width).t()
-        out.copy_((code[:, ::2] | code[:, 1::2] << 4).reshape(out.shape))
+        out.copy_(_packed(_unpacked(data.reshape(height, width // 2)).t()).reshape(out.shape))
         tiles = own[:height:16, : width // 16]
         other.zero_()
         other[:width, : height // 16].copy_(tiles.t().repeat_interleave(16, 0))
@@ -437,11 +442,7 @@ def _product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """cuBLAS's column-major order: b [rows, k] and a [columns, k] for TN, in float32 where operands are quantised."""
     left, right = _direction(b, transb), _direction(a, not transa)
     assert _is_plain(a) == _is_plain(b), "one operand is quantised and the other is not"
-    left = left.t() if transb else left
-    right = right.t() if transa else right
-    if left.dtype == right.dtype == torch.float64:
-        return left @ right
-    return left.float() @ right.float()
+    return (left.t() if transb else left).float() @ (right.t() if transa else right).float()
 
 
 @kernel

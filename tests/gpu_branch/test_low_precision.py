@@ -20,7 +20,7 @@ from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.session import DoctorSession
 from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
-from tests.gpu_branch.test_phases import _differing, _learner, _weights
+from tests.gpu_branch.test_phases import _differing, _learner, _weights, updated
 from tests.learner.test_multi_token_prediction import make_model
 
 RECIPES = [
@@ -105,42 +105,27 @@ def test_copies_of_weights_follow_a_step(family: str, recipe: str, models: Path,
 
 SAME = {
     "qwen3": (
-        "",
         "learner.recompute.granularity=full",
         "learner.recompute.modules=[core_attn,layernorm,mlp]",
         "learner.cpu_offloading_num_layers=1",
     ),
     "qwen3_moe": (
-        "",
         "learner.recompute.granularity=full",
         "learner.recompute.modules=[moe_act,layernorm]",
         "learner.recompute.modules=[moe]",
     ),
-    "deepseek_v3": ("", "learner.recompute.granularity=full", "learner.recompute.modules=[layernorm,moe_act]"),
+    "deepseek_v3": ("learner.recompute.granularity=full", "learner.recompute.modules=[layernorm,moe_act]"),
 }
-
-
-def _updated(directory: Path, recipe: str, settings: tuple[str, ...]) -> tuple[dict[str, list[str]], list[str]]:
-    """Which weights differ after an update with a setting from those without, and where devices were mixed."""
-    found = {}
-    with fake_device.recorded() as record:
-        for setting in settings:
-            options = [setting] if setting else []
-            if "modules" in setting:
-                options.append("learner.recompute.granularity=selective")
-            learner = _learner(directory, *_options(recipe, *options))
-            learner.update(mini_batch())
-            found[setting] = _weights(learner)
-    plain = found.pop("")
-    differing = {setting: names for setting, own in found.items() if (names := _differing(own, plain))}
-    return differing, [str(event) for event in record.mixed]
 
 
 @pytest.mark.parametrize(
     ("family", "recipe"), [("qwen3", "tensorwise"), ("qwen3_moe", "blockwise"), ("deepseek_v3", "tensorwise")]
 )
 def test_what_is_computed_again_is_the_same(family: str, recipe: str, models: Path, on_gpus: Run) -> None:
-    assert on_gpus(_updated, models / f"{family}-2", recipe, SAME[family]) == ({}, [])
+    (plain, *others), mixed = on_gpus(updated, models / f"{family}-2", ["", *SAME[family]], _options(recipe))
+    assert mixed == []
+    differing = {setting: _differing(found, plain) for setting, found in zip(SAME[family], others, strict=True)}
+    assert differing == dict.fromkeys(SAME[family], [])
 
 
 KEPT = "learner.fp8.parameters=true"

@@ -151,14 +151,17 @@ SAME: dict[str, tuple[str, str]] = {
 """Settings that change no number."""
 
 
-def _updated(directory: Path, settings: list[str]) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+def updated(
+    directory: Path, settings: list[str], everywhere: tuple[str, ...] = ()
+) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """Weights after an update with each setting beside those of ``everywhere``, and where devices were mixed."""
     with fake_device.recorded() as record:
         found = []
         for setting in settings:
             options = [setting] if setting else []
             if "recompute.modules" in setting:
                 options.append("learner.recompute.granularity=selective")
-            learner = _learner(directory, *options)
+            learner = _learner(directory, *everywhere, *options)
             learner.update(mini_batch())
             found.append(_weights(learner))
     return found, [str(event) for event in record.mixed]
@@ -170,7 +173,7 @@ def _updated(directory: Path, settings: list[str]) -> tuple[list[dict[str, torch
 )
 def test_settings_that_change_no_number(family: str, models: Path, on_gpus: Run) -> None:
     settings = {name: setting for name, (of, setting) in SAME.items() if of == family}
-    (plain, *others), mixed = on_gpus(_updated, models / f"{family}-2", ["", *settings.values()])
+    (plain, *others), mixed = on_gpus(updated, models / f"{family}-2", ["", *settings.values()])
     assert mixed == []
     assert {
         name: differing for name, found in zip(settings, others, strict=True) if (differing := _differing(found, plain))
