@@ -311,9 +311,9 @@ class Worker:
 
     def _leave_nothing_of_the_sandbox(self) -> None:
         snippet.forget(self._own_modules)
-        random_module = getattr(sys.modules.get("numpy"), "random", None)
-        if random_module is not None:
-            random_module.seed()  # random reseeds itself after a fork, NumPy's global generator does not
+        numpy_random = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
+        if numpy_random is not None:
+            numpy_random.seed()  # random reseeds itself after a fork, NumPy's global generator does not
         gc.enable()
 
     def _drop_privileges(self) -> None:

@@ -232,6 +232,10 @@ def test_modules_are_imported_already(sandbox: Sandbox) -> None:
     assert result.stdout == "True False\n"
 
 
+def test_a_module_that_a_library_loads_on_use_is_not_loaded_for_each_request(sandbox: Sandbox) -> None:
+    assert sandbox.run("import sys\nprint('numpy.random' in sys.modules)").stdout == "False\n"
+
+
 def test_usual_libraries_work(sandbox: Sandbox) -> None:
     code = """
 import numpy as np, multiprocessing, subprocess, sys, tempfile, threading, concurrent.futures
