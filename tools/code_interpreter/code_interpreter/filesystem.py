@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from code_interpreter import linux
+from code_interpreter import first_process, linux
 
 SANDBOX = "/sandbox"
 HOME = f"{SANDBOX}/home"
 """Working directory of the code; ``files`` of a request are relative to it."""
+FIRST_PROCESS = "/first_process"
+"""The program of first_process.py in the read-only root."""
 _HELD = "/interpreter"
 """Where directories of the interpreter that lie below /mnt and /tmp are kept in the read-only root."""
 OWN_DIRECTORIES = ("mnt", "tmp")
@@ -75,8 +77,9 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
         directories: host directories that appear at their own path, read-only.
         scratch: an empty host directory to build the new root on.
 
-    The new root has /usr and its companions, five devices, /proc, and the empty mount point /sandbox, into which /mnt
-    and /tmp lead. No other file of the host can be named from it, and the old root is unmounted.
+    The new root has /usr and its companions, five devices, /proc, the program of first_process.py, and the empty mount
+    point /sandbox, into which /mnt and /tmp lead. No other file of the host can be named from it, and the old root is
+    unmounted.
     """
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", scratch, "tmpfs", linux.MS_NOSUID, "size=1m,mode=755")
@@ -113,6 +116,7 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
     # matplotlib asks fontconfig, which complains on stderr where it has no configuration.
     os.mkdir(f"{scratch}/etc/fonts")
     Path(f"{scratch}/etc/fonts/fonts.conf").write_text("<fontconfig><cachedir>/tmp</cachedir></fontconfig>\n")
+    first_process.write_program(scratch + FIRST_PROCESS)
     # A user namespace may mount a new /proc only while another complete one is in view, so one stays here.
     mount_proc(f"{scratch}/proc")
     os.chdir(scratch)

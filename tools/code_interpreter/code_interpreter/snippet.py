@@ -120,7 +120,6 @@ def run(header: dict[str, Any], status: int, records: int) -> int:
     language = header["language"]
     if language == "bash":
         _run_bash(header["code"], header["limits"])
-    _open_standard_streams()
     sys.path.insert(0, os.getcwd())
     if language == CELLS:
         return notebook.run_cells(header["cells"], header["cell_timeout"], records, header["record_bytes"])
@@ -147,7 +146,11 @@ def _run_bash(code: str, limits: dict[str, Any]) -> NoReturn:
         os._exit(127)
 
 
-def _open_standard_streams() -> None:
+def open_standard_streams() -> None:
+    """Make Python's streams, for a process whose first three descriptors are files as ``streams.Streams`` has.
+
+    A fork has them: it then need not make its own, and what they were made on is replaced by its descriptors.
+    """
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
@@ -271,6 +274,7 @@ def main() -> None:
         write_files(request, offset, header["files"], os.getcwd())
         os.close(request)
         forget(own_modules())
+        open_standard_streams()
         os.write(status, STARTED)
     except BaseException as error:
         os.write(status, SETUP_FAILED + str(error).encode(errors="replace")[:1000])

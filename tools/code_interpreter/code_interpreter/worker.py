@@ -19,7 +19,6 @@ import math
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from code_interpreter import (
     console,
     descendants,
     filesystem,
+    first_process,
     isolation,
     landlock,
     linux,
@@ -90,7 +90,7 @@ class Worker:
             with contextlib.suppress(OSError):  # the snippet then cannot talk to itself, which is no danger
                 linux.start_loopback()
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-            self._waiter = shutil.which("cat", path=os.defpath)
+            self._has_program = first_process.runs(filesystem.FIRST_PROCESS)
             self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
             self._workspace = filesystem.MemoryWorkspace(
                 self._settings.workspace_mb, self._uid or 0, plan.python_directories
@@ -207,11 +207,11 @@ class Worker:
 
         self._first = -1, writer
         try:
-            if self._waiter is None:
+            if self._has_program:
+                program, actions = filesystem.FIRST_PROCESS, [(os.POSIX_SPAWN_DUP2, reader, 0)]
+                self._first = os.posix_spawn(program, [program], {}, file_actions=actions), writer
+            else:
                 self._first = linux.fork(wait), writer
-            else:  # costs a fifth of a fork, which copies the page tables of all imported modules
-                actions = [(os.POSIX_SPAWN_DUP2, reader, 0)]
-                self._first = os.posix_spawn(self._waiter, [self._waiter], {}, file_actions=actions), writer
         finally:
             os.close(reader)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from code_interpreter import filesystem, linux, worker
+from code_interpreter import filesystem, linux, snippet, worker
 from code_interpreter.plan import IsolationPlan
 
 _STANDARD_LIBRARY = (
@@ -83,6 +83,7 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
+    _open_the_snippets_streams()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -112,6 +113,15 @@ def _be_worker(
 ) -> None:
     control.close()
     worker.run_worker(plan, index, channel, usage)
+
+
+def _open_the_snippets_streams() -> None:
+    """After all imports, which may print."""
+    empty = os.memfd_create("empty")
+    for number in (0, 1, 2):
+        os.dup2(empty, number)
+    os.close(empty)
+    snippet.open_standard_streams()
 
 
 def _memory_in_use() -> tuple[int, int]:

@@ -244,6 +244,15 @@ def test_port_in_use_is_one_clear_message() -> None:
     assert "Traceback" not in str(caught.value)
 
 
+def test_what_an_import_prints_is_not_a_snippets_output() -> None:
+    sandbox = start(workers=1, preimport=["this"])
+    try:
+        result = sandbox.run("print('own')")
+        assert (result.stdout, result.stderr) == ("own\n", "")
+    finally:
+        sandbox.process.stop()
+
+
 def test_modules_that_cannot_be_imported_are_named() -> None:
     sandbox = start(preimport=["math", "no_such_module"])
     try:
