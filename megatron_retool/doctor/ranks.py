@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -156,6 +157,8 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
+    # A change of the layout asks for a collection: what is imported stays, and would be looked at in each of them.
+    gc.freeze()
     try:
         result = function(*arguments)
         answer.write_bytes(pickle.dumps(result if rank == 0 else None))
