@@ -136,6 +136,8 @@ def _tensors(tree: Any) -> list[Tensor]:
         return [tree]
     if isinstance(tree, (tuple, list)):
         return [leaf for each in tree for leaf in _tensors(each)]
+    if isinstance(tree, dict):
+        return [leaf for each in tree.values() for leaf in _tensors(each)]
     if tree is None or isinstance(tree, _NO_TREES):
         return []
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -367,7 +369,7 @@ class _Operators(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):  # FlexAttention, which torch computes without a kernel
             with _unrecorded():
                 return place(func(*args, **kwargs), gpu())
-        inputs = _tensors((args, kwargs)) if kwargs else _tensors(args)
+        inputs = _tensors((args, kwargs))
         labels = [label(each) for each in inputs]
         where = next((each for each in labels if each is not None and each != HOST), None)
         name = func._schema.name.partition("::")[2]

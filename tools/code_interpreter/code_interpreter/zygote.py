@@ -117,11 +117,15 @@ def _be_worker(
 
 def _open_the_snippets_streams() -> None:
     """After all imports, which may print."""
-    empty = os.memfd_create("empty")
-    for number in (0, 1, 2):
-        os.dup2(empty, number)
-    os.close(empty)
+    _put_on_standard_descriptors(os.memfd_create("empty"))
     snippet.open_standard_streams()
+    _put_on_standard_descriptors(os.open(os.devnull, os.O_RDWR))  # the workers share no file
+
+
+def _put_on_standard_descriptors(descriptor: int) -> None:
+    for number in (0, 1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
 
 
 def _memory_in_use() -> tuple[int, int]:
@@ -137,8 +141,5 @@ def _memory_in_use() -> tuple[int, int]:
 
 def redirect_standard_streams() -> None:
     """Detach from the server's terminal; messages to it go only over the control channel."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(null, number)
-    os.close(null)
+    _put_on_standard_descriptors(os.open(os.devnull, os.O_RDWR))
     sys.stdin = sys.stdout = sys.stderr = open(os.devnull, "r+")  # noqa: SIM115
