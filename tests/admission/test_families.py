@@ -26,7 +26,7 @@ GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2"}
 """What SGLang does not serve on a CPU."""
 OF_A_VARIANT = ("one process", "unpacked, recompute", "tp2 sp", "cp2", "ep2 tp2")
 """Its family shows that stages, checkpoints and common prefixes are right."""
-QUICK = ("deepseek_v3", "gpt_oss", "granitemoehybrid", "nemotron_h", "qwen2", "qwen3_moe", "qwen3_next")
+QUICK = ("deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
 UNSERVED = {"dense layers among experts"}
 """What it serves nowhere."""
 

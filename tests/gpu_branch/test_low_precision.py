@@ -280,10 +280,8 @@ TP = "tensor_model_parallel_size=2 sequence_parallel=true"
 LAYOUTS = {
     "qwen3": ("pipeline_model_parallel_size=2", "data parallel"),
     "qwen3_moe": (
-        TP,
         f"{TP} expert_model_parallel_size=2 expert_tensor_parallel_size=1",
-        "expert_model_parallel_size=2",
-        "context_parallel_size=2",
+        "context_parallel_size=2 expert_model_parallel_size=2",
     ),
 }
 

@@ -40,14 +40,14 @@ ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
     "qwen3_next": ("one process",),
 }
 TWO = {
-    "qwen3": ("tp2", "tp2 sp", "pp2", "cp2", "cp2, dynamic", "dp2", "dp2, plain optimizer", "tp2 sp, shared prefixes"),
-    "qwen3_moe": ("tp2 sp", "pp2", "cp2", "cp2, dynamic", "ep2", "ep2 tp2"),
-    "gemma3_text": ("tp2 sp", "pp2", "cp2"),
+    "qwen3": ("tp2", "tp2 sp", "pp2", "cp2", "dp2", "dp2, plain optimizer", "tp2 sp, shared prefixes"),
+    "qwen3_moe": ("pp2", "cp2, dynamic", "ep2", "ep2 tp2"),
+    "gemma3_text": ("tp2 sp", "cp2"),
     "mistral": ("cp2",),
     "olmo2": ("tp2 sp", "cp2"),
     "glm4_moe": ("ep2 tp2",),
-    "deepseek_v3": ("tp2 sp", "pp2", "ep2 tp2"),
-    "gpt_oss": ("tp2 sp", "cp2", "ep2"),
+    "deepseek_v3": ("pp2", "ep2 tp2"),
+    "gpt_oss": ("cp2", "ep2 tp2"),
     "qwen3_next": ("tp2 sp", "cp2"),
 }
 LOCAL_ONE = {
