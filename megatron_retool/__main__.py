@@ -59,7 +59,7 @@ def console_script() -> int:
     end_when_interrupted()  # before the other imports, which take their time
     # By its usual measure the collector walks through torch's modules again and again: a quarter of the imports' time.
     gc.set_threshold(100_000)
-    from megatron_retool.monitor.write_errors import print_to_full_disks
+    from megatron_retool.runs.write_errors import print_to_full_disks
 
     print_to_full_disks()
     return main()

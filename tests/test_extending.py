@@ -23,10 +23,10 @@ from megatron_retool.algorithms.rollout_correction import correct_responses
 from megatron_retool.config import Config, ToolsConfig, load_config
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.loop.checks import check_extensions
-from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.registry import Need
 from megatron_retool.rewards.overlong import length_penalties, length_penalty
+from megatron_retool.runs.logger import MetricLogger
+from megatron_retool.runs.loggers import check_loggers
 from sglang_rollout.agent.chosen_format import make_format
 from sglang_rollout.engine.base import GenerateRequest
 from sglang_rollout.engine.configured import make_engine

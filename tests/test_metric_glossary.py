@@ -13,11 +13,11 @@ from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
 from megatron_retool.config import EarlyStoppingConfig
 from megatron_retool.loop.early_stopping import EarlyStopping
+from megatron_retool.loop.metrics import batch_metrics, per_token_metrics, reward_metrics, rollout_metrics
 from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
-from megatron_retool.monitor.memory import peak_memory
-from megatron_retool.monitor.metrics import batch_metrics, per_token_metrics, reward_metrics, rollout_metrics
 from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import evaluation_metrics
+from megatron_retool.runs.peak_memory import peak_memory
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 from run_viewer.metric_captions import caption_of

@@ -36,11 +36,11 @@ from megatron_retool.config import Config, DataConfig, TrainerConfig, save_confi
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.errors import OperationError
-from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.progress import Activities
-from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager, check_data_sources, check_reward
 from megatron_retool.runs.environment import record_environment
+from megatron_retool.runs.progress import Activities
+from megatron_retool.runs.step_timer import StepTimer
+from megatron_retool.runs.write_errors import WriteErrors
 from megatron_retool.trajectory import Trajectory
 from run_files.phases import Phase
 from sglang_rollout.agent.agents import make_agent

@@ -15,7 +15,7 @@ from megatron_retool.cluster.engine_group import GONE, EngineGroup
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.step_timer import StepTimer
 from run_files.phases import Phase
 from sglang_rollout.engine.base import AdapterEngine, EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError

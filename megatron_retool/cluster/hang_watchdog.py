@@ -27,8 +27,8 @@ from rich.console import Console
 
 from megatron_retool.config import TrainerConfig
 from megatron_retool.errors import OperationError
-from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.runs.leave import REQUEUE
+from megatron_retool.runs.step_timer import StepTimer
 from run_files.phases import Phase
 
 DUMP_SECONDS = 30.0

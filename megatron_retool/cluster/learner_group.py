@@ -21,8 +21,8 @@ from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.routed_rows import RowStore
 from megatron_retool.cluster.runtime import resolved
 from megatron_retool.config import Config
-from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.runs.checkpoints import SaveError
+from megatron_retool.runs.profile_table import RankProfile
 from megatron_retool.target_sequences import OptimizerStep, TargetSequence, TokenLoss, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import SyncReport

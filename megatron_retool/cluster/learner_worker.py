@@ -20,10 +20,10 @@ from megatron_retool.cluster.placement import BROADCASTS
 from megatron_retool.cluster.routed_rows import with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.monitor.memory import peak_memory
-from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.ports import free_port
 from megatron_retool.runs.checkpoints import SaveError
+from megatron_retool.runs.peak_memory import peak_memory
+from megatron_retool.runs.profile_table import RankProfile
 from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.trajectory import TrajectoryBatch
 from run_files.phases import Phase

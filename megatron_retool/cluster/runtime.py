@@ -26,8 +26,8 @@ from ray._private import services
 
 from megatron_retool.cluster.ray_start import private_token, start_local_ray
 from megatron_retool.config import ClusterConfig, ConfigError
-from megatron_retool.monitor.write_errors import print_to_full_disks
 from megatron_retool.runs.leave import REQUEUE
+from megatron_retool.runs.write_errors import print_to_full_disks
 from megatron_retool.scratch import RAY_DIRECTORY, current_scratch, remove_own_scratch
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.

@@ -20,7 +20,7 @@ from megatron_retool.doctor.runner import run_steps
 from megatron_retool.doctor.session import DoctorSession, Nodes
 from megatron_retool.doctor.table import outcomes_table, steps_table, summary, verdict_text
 from megatron_retool.machine import gpu_count, machine, versions
-from megatron_retool.monitor.progress import progress_line
+from megatron_retool.runs.progress import progress_line
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "doctor.sbatch"

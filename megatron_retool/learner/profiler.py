@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 
 from megatron_retool.config import ProfilerConfig
 from megatron_retool.config.profiler import LEARNER_PHASES
-from megatron_retool.monitor.profile_table import OperatorTime, RankProfile
+from megatron_retool.runs.profile_table import OperatorTime, RankProfile
 from run_files.atomic_files import atomic_write
 
 _PYTHON_FRAME = re.compile(r"\(\d+\): |^<built-in |^nn\.Module: ")

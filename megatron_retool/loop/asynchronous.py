@@ -33,8 +33,8 @@ from megatron_retool.loop.experience import (
     stored_groups,
 )
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.runs.checkpoints import Checkpoint
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, read_trajectories
 from run_files.phases import Phase
 from sglang_rollout.groups import Changes

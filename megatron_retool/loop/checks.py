@@ -14,7 +14,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, TrainerConfig
 from megatron_retool.exact.coverage import check_operators
-from megatron_retool.monitor.loggers import check_loggers
+from megatron_retool.runs.loggers import check_loggers
 from megatron_retool.runs.metrics_file import read_metrics
 from run_files.parquet_files import damage_named
 from run_files.steps import step_path
@@ -175,7 +175,7 @@ def check_extensions(config: Config) -> None:
             use. The message names the key, the object and the cure.
     """
     # Their modules take longer to import than everything that is checked above.
-    from megatron_retool.monitor.own_metrics import check_own_metrics
+    from megatron_retool.loop.own_metrics import check_own_metrics
     from megatron_retool.rewards.manager import added_to_reward, check_reward
     from sglang_rollout.agent.agents import BUILT_IN, check_agent
     from sglang_rollout.agent.chosen_format import check_format

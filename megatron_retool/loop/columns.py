@@ -22,10 +22,11 @@ from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import AlgorithmConfig, Config, DataConfig, LearnerConfig, SamplingConfig, TrainerConfig
 from megatron_retool.config.old_log_probs import number_of_updates
 from megatron_retool.errors import OperationError
+from megatron_retool.loop.metrics import reward_metrics
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.metrics import StepTimer, reward_metrics
 from megatron_retool.registry import Need
 from megatron_retool.routed_experts import RoutedExperts
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 from sglang_rollout.agent.branching import shared_token_ids

@@ -15,9 +15,9 @@ from megatron_retool.config import AlgorithmConfig
 from megatron_retool.data.prompts import PromptRow, PromptSource
 from megatron_retool.errors import InputError
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
+from megatron_retool.runs.progress import progress_line
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, read_trajectories
 from run_files.phases import Phase
 from run_files.steps import step_path

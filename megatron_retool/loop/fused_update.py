@@ -29,7 +29,7 @@ from megatron_retool.loop.columns import (
 )
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import kl_coefficient_of, measured, update_actor
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 

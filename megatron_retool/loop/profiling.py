@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
-from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.profile_table import profile_page, short_table
+from megatron_retool.runs.profile_table import profile_page, short_table
+from megatron_retool.runs.step_timer import StepTimer
 from run_files.atomic_files import write_text
 from sglang_rollout.engine.base import EngineClientError, ProfilingClient
 

@@ -20,8 +20,8 @@ from run_files.steps import KEY_COLUMNS, step_path
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
-    from megatron_retool.monitor.metrics import StepTimer
-    from megatron_retool.monitor.write_errors import WriteErrors
+    from megatron_retool.runs.step_timer import StepTimer
+    from megatron_retool.runs.write_errors import WriteErrors
 
 
 def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batch: TrajectoryBatch) -> None:

@@ -30,6 +30,8 @@ from megatron_retool.loop.faults import (
     skipped_updates,
 )
 from megatron_retool.loop.fused_update import learn_fused, source_of
+from megatron_retool.loop.metrics import batch_metrics, per_token_metrics, performance_metrics, rollout_metrics
+from megatron_retool.loop.own_metrics import own_metrics
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step, store_times
@@ -37,18 +39,11 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import peak_memory, update_actor, update_critic
 from megatron_retool.loop.validation import validate, validate_after, validate_only
 from megatron_retool.loop.validation_metrics import check_named_metrics
-from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.metrics import (
-    StepTimer,
-    batch_metrics,
-    per_token_metrics,
-    performance_metrics,
-    rollout_metrics,
-)
-from megatron_retool.monitor.own_metrics import own_metrics
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.logger import MetricLogger
 from megatron_retool.runs.rollouts import check_rollouts, prepare_rollouts
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 

@@ -11,7 +11,7 @@ from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import AlgorithmConfig
 from megatron_retool.loop.columns import critic_mini_batch
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import TrajectoryBatch
 from run_files.phases import Phase
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_retool.config import ConfigError, DataConfig, RolloutConfig, TrainerConfig
 from megatron_retool.data.prompts import read_validation_prompts
-from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.loop.metrics import rollout_metrics
 from megatron_retool.rewards.difficulty import difficulties
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory

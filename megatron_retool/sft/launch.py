@@ -21,9 +21,9 @@ from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, LearnerConfig, load_config, save_config
 from megatron_retool.data.path_checks import check_stage_files
 from megatron_retool.errors import OperationError
-from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.runs.checkpoints import remove_unfinished, set_aside
 from megatron_retool.runs.leave import LeaveRequest, passed_on
+from megatron_retool.runs.loggers import check_loggers
 from megatron_retool.sft.run import Run
 
 _MODULE = "megatron_retool.sft"

@@ -25,9 +25,6 @@ from megatron_retool.data.scored_dataset import ScoredDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
-from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.memory import peak_memory
-from megatron_retool.monitor.progress import progress_line
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
     find_resume_point,
@@ -37,6 +34,9 @@ from megatron_retool.runs.checkpoints import (
     workspace_path,
 )
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.logger import MetricLogger
+from megatron_retool.runs.peak_memory import peak_memory
+from megatron_retool.runs.progress import progress_line
 from megatron_retool.sft.preferences import preference_loss, preference_update
 from megatron_retool.sft.stage import Dataset, FineTuningStage, Window
 from run_files.atomic_files import write_text

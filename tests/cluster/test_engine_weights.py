@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_retool.cluster.engine_weights import EngineWeights
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_failures import LearnerDied
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.step_timer import StepTimer
 from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 

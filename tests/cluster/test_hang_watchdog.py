@@ -21,8 +21,8 @@ from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
-from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+from megatron_retool.runs.step_timer import StepTimer
 from run_files.phases import Phase
 
 CHILD = (

@@ -21,7 +21,7 @@ from megatron_retool.cluster.log_prob_check import (
     fixed_text,
 )
 from megatron_retool.config import load_config
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineUnavailable
 from tests.cluster.test_engine_weights import FakeEngines, FakeLearner

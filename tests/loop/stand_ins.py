@@ -9,8 +9,8 @@ from rich.console import Console
 
 from megatron_retool.config import Config
 from megatron_retool.loop.experience import Collected
-from megatron_retool.monitor.progress import Activities
-from megatron_retool.monitor.write_errors import WriteErrors
+from megatron_retool.runs.progress import Activities
+from megatron_retool.runs.write_errors import WriteErrors
 
 
 class Experience:

@@ -21,9 +21,10 @@ from megatron_retool.loop.columns import (
     mini_batch_of,
     split_mini_batches,
 )
+from megatron_retool.loop.metrics import batch_metrics
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import update_actor
-from megatron_retool.monitor.metrics import StepTimer, batch_metrics
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
 MASK = [True, True, False, True]

@@ -19,8 +19,8 @@ from megatron_retool.loop.columns import mini_batch_rows
 from megatron_retool.loop.fused_update import source_of
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
-from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.routed_experts import missing_expert
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from tests.learner import tiny_models
 from tests.loop.segmented import cut, rollout

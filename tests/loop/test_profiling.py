@@ -14,9 +14,9 @@ from rich.console import Console
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.checks import check_profiler
 from megatron_retool.loop.profiling import StepProfiler
-from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.profile_table import OperatorTime, RankProfile
-from megatron_retool.monitor.write_errors import WriteErrors
+from megatron_retool.runs.profile_table import OperatorTime, RankProfile
+from megatron_retool.runs.step_timer import StepTimer
+from megatron_retool.runs.write_errors import WriteErrors
 from run_files.phases import Phase
 from sglang_rollout.engine.base import EngineFailed
 

@@ -19,10 +19,10 @@ from megatron_retool.config.reward import OverlongConfig
 from megatron_retool.learner.packing import Packer
 from megatron_retool.loop.columns import add_advantages, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import filter_step, mean_accuracy
+from megatron_retool.loop.metrics import batch_metrics, rollout_metrics
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.validation import with_all
-from megatron_retool.monitor.metrics import batch_metrics, rollout_metrics
 from megatron_retool.rewards.evaluation import evaluation_metrics
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import whole_rollout, whole_rollouts

@@ -21,10 +21,11 @@ from megatron_retool.loop.faults import (
     no_signal_cause,
     skipped_updates,
 )
+from megatron_retool.loop.metrics import batch_metrics
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
-from megatron_retool.monitor.metrics import StepTimer, batch_metrics
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import FinishReason, Trajectory
 from run_files.steps import read_estimates
 from sglang_rollout.rollout_statistics import RolloutStatistics

@@ -14,7 +14,7 @@ import pyarrow.parquet  # noqa: F401  (here, and not in each of a hundred forks)
 import pytest
 from rich.console import Console
 
-import megatron_retool.monitor.event_file  # noqa: F401  (the same)
+import megatron_retool.runs.event_file  # noqa: F401  (the same)
 from megatron_retool.config import Config, load_config
 from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_loop

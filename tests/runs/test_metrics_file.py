@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_retool.monitor.logger import MetricLogger
+from megatron_retool.runs.logger import MetricLogger
 from megatron_retool.runs.metrics_file import drop_rows_from, read_metrics
 from run_files.metrics import read_metrics_and_problems
 

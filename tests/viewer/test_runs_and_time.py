@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.loop.rollout_files import store_times
-from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.monitor.write_errors import WriteErrors
+from megatron_retool.runs.step_timer import StepTimer
+from megatron_retool.runs.write_errors import WriteErrors
 from run_files.phases import Phase
 from run_files.process import process_start
 from run_viewer.curves import curves_page

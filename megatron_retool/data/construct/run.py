@@ -22,7 +22,7 @@ from megatron_retool.data.files import DataError
 from megatron_retool.data.prepare.batches import RowFile
 from megatron_retool.data.prepare.layouts import CONVERSATIONS
 from megatron_retool.data.prompt_files import question_messages
-from megatron_retool.monitor.progress import ProgressLine, progress_line
+from megatron_retool.runs.progress import ProgressLine, progress_line
 from run_files.atomic_files import atomic_write, write_text
 from run_files.parquet_files import write_row_groups
 from tools.code_interpreter_tool import CodeInterpreterTool

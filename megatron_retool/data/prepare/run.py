@@ -19,7 +19,7 @@ from megatron_retool.data.prepare.batches import RowFile
 from megatron_retool.data.prepare.datasets import DataSet, PreparedFile, digest_of
 from megatron_retool.data.prepare.layouts import Layout, Place, RowDropped
 from megatron_retool.data.prepare.source import DataSetSource, SourceFile, describe_files, sha256_of
-from megatron_retool.monitor.progress import progress_line
+from megatron_retool.runs.progress import progress_line
 from run_files.atomic_files import atomic_write, write_text
 from run_files.parquet_files import write_row_groups
 from untrusted import load_json

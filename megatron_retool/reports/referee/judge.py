@@ -15,7 +15,6 @@ from rich.console import Console
 from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError
 from megatron_retool.learner.precision import DTYPES
-from megatron_retool.monitor.progress import progress_line
 from megatron_retool.reports.referee.attribution import (
     Judged,
     Routing,
@@ -39,6 +38,7 @@ from megatron_retool.reports.referee.referee_model import (
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep, batch_of
 from megatron_retool.reports.referee.verdict import verdict
 from megatron_retool.routed_experts import is_missing
+from megatron_retool.runs.progress import progress_line
 from sglang_rollout.backends.transformers_routing import routers
 
 WATCHED_TOKENS = 512

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from megatron_retool.config import ConfigError, RewardConfig, SamplingConfig, ValSamplingConfig, load_config
-from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.loop.metrics import rollout_metrics
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import AGENT_KEY

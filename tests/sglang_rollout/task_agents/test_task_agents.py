@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_retool.config import ConfigError, RewardConfig, SamplingConfig
-from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.loop.metrics import rollout_metrics
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_retool.monitor.event_file import EventFile
+from megatron_retool.runs.event_file import EventFile
 
 
 def test_of_two_files_of_a_second_the_later_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_retool.monitor.loggers import LoggedRun, Logger
+from megatron_retool.runs.loggers import LoggedRun, Logger
 
 
 class TrackioLogger(Logger):

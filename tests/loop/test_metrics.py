@@ -1,7 +1,6 @@
 import numpy as np
 
-from megatron_retool.monitor.metrics import (
-    StepTimer,
+from megatron_retool.loop.metrics import (
     agent_loop_metrics,
     batch_metrics,
     per_token_metrics,
@@ -9,6 +8,7 @@ from megatron_retool.monitor.metrics import (
     reward_metrics,
     rollout_metrics,
 )
+from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 

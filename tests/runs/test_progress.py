@@ -8,8 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron_retool.monitor import progress
-from megatron_retool.monitor.progress import Activities, progress_line
+from megatron_retool.runs import progress
+from megatron_retool.runs.progress import Activities, progress_line
 
 
 def output_of(console: Console) -> str:

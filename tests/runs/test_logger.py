@@ -5,8 +5,8 @@ import math
 import pytest
 from rich.console import Console
 
-from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.reports.run import draw_plots
+from megatron_retool.runs.logger import MetricLogger
 from megatron_retool.runs.metrics_file import read_metrics
 
 

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
+from megatron_retool.runs.logger import MetricLogger
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.write_errors import WriteErrors
 from run_files.atomic_files import atomic_write
 
 
@@ -112,7 +112,7 @@ def test_a_cause_is_named_once_until_something_is_written_again(tmp_path: Path) 
 FULL = """
 import resource, sys
 from rich.console import Console
-from megatron_retool.monitor.write_errors import print_to_full_disks
+from megatron_retool.runs.write_errors import print_to_full_disks
 print_to_full_disks()
 resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
 console = Console()

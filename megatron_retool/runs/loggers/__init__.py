@@ -96,12 +96,12 @@ loggers: Registry[Callable[[LoggedRun], Logger]] = Registry(
     "trainer.loggers",
     takes=("run",),
     built_in={
-        "csv": "megatron_retool.monitor.loggers.csv_file:CsvLogger",
-        "tensorboard": "megatron_retool.monitor.loggers.tensorboard:TensorBoardLogger",
-        "wandb": "megatron_retool.monitor.loggers.wandb:WandbLogger",
-        "mlflow": "megatron_retool.monitor.loggers.mlflow:MlflowLogger",
-        "swanlab": "megatron_retool.monitor.loggers.swanlab:SwanLabLogger",
-        "trackio": "megatron_retool.monitor.loggers.trackio:TrackioLogger",
+        "csv": "megatron_retool.runs.loggers.csv_file:CsvLogger",
+        "tensorboard": "megatron_retool.runs.loggers.tensorboard:TensorBoardLogger",
+        "wandb": "megatron_retool.runs.loggers.wandb:WandbLogger",
+        "mlflow": "megatron_retool.runs.loggers.mlflow:MlflowLogger",
+        "swanlab": "megatron_retool.runs.loggers.swanlab:SwanLabLogger",
+        "trackio": "megatron_retool.runs.loggers.trackio:TrackioLogger",
     },
     kwargs_key="trainer.logger_kwargs",
 )
@@ -151,7 +151,7 @@ def check_methods(label: str, logger: Any) -> None:
     Args:
         label: names the setting in the message.
     """
-    cure = "derive it from megatron_retool.monitor.loggers.Logger (docs/extending.md#my-logger)"
+    cure = "derive it from megatron_retool.runs.loggers.Logger (docs/extending.md#my-logger)"
     lacking = [name for name in ("path", *_CALLED) if not hasattr(logger, name)]
     if lacking:
         raise ConfigError(f"{label}: the logger has no {', '.join(lacking)}: {cure}")

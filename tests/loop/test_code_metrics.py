@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from megatron_retool.monitor.code_metrics import MAX_CLASSIFIED, code_metrics, code_of, evenly_chosen, lines_of
-from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.loop.code_metrics import MAX_CLASSIFIED, code_metrics, code_of, evenly_chosen, lines_of
+from megatron_retool.loop.metrics import rollout_metrics
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
 

@@ -13,8 +13,8 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_retool.monitor.loggers import LoggedRun, Logger
 from megatron_retool.runs.append_file import AppendFile
+from megatron_retool.runs.loggers import LoggedRun, Logger
 from megatron_retool.runs.metrics_file import drop_lines
 from run_files.atomic_files import atomic_write
 

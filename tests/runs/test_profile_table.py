@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from megatron_retool.monitor.profile_table import OperatorTime, RankProfile, profile_page, short_table
+from megatron_retool.runs.profile_table import OperatorTime, RankProfile, profile_page, short_table
 from run_files.phases import Phase
 
 OPERATORS = [OperatorTime("aten::add", 9, 100.0), OperatorTime("aten::mm", 2, 300.0), OperatorTime("a|b", 1, 0.0)]

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.samples import sample_of
-from megatron_retool.monitor import loggers
-from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.loggers import LoggedRun, Logger, check_loggers
+from megatron_retool.runs import loggers
+from megatron_retool.runs.logger import MetricLogger
+from megatron_retool.runs.loggers import LoggedRun, Logger, check_loggers
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import FinishReason, Trajectory
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.monitor.loggers import LoggedRun, Logger
+from megatron_retool.runs.loggers import LoggedRun, Logger
 
 
 class TensorBoardLogger(Logger):
@@ -15,7 +15,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, run: LoggedRun) -> None:
         super().__init__(run)
         # TensorBoard's modules take longer to import than the whole check of a configuration.
-        from megatron_retool.monitor.event_file import EventFile
+        from megatron_retool.runs.event_file import EventFile
 
         self._file = EventFile(run.directory / "tensorboard", run.first_step)
 

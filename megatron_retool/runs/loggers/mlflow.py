@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_retool.monitor.loggers import LoggedRun, Logger
+from megatron_retool.runs.loggers import LoggedRun, Logger
 
 _BATCH = 1000
 """Metrics that MLflow takes in one request."""

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from megatron_retool.config import Config
 from megatron_retool.config.hidden_values import without_secrets
-from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers, check_methods
-from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
+from megatron_retool.runs.loggers import LoggedRun, Logger, bind_loggers, check_methods
 from megatron_retool.runs.metrics_file import drop_rows_from
+from megatron_retool.runs.write_errors import WriteErrors
 from run_files.phases import VALIDATION_PREFIXES, Phase
 
 CONSOLE_COLUMNS = {
