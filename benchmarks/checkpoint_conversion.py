@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conversion.files.hf_checkpoint import FileWriter, TensorSpec, plan_files, write_index
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.requests import read_config
+from megatron_retool.parity.admission.requests import read_config
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "conversion"
 

@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.learner_work import SHAPES, batch_of, in_turns, median_ratio, qwen2, random_learner, random_lengths
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.learner.learner import Learner
+from megatron_retool.parity.ranks import run_ranks
 
 SIDES = {"dynamic": True, "static": False}
 

@@ -13,8 +13,8 @@ import torch
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, RecomputeConfig
-from megatron_retool.doctor.model import random_batch
 from megatron_retool.learner.learner import Learner
+from megatron_retool.parity.batches import random_batch
 from megatron_retool.trajectory import TrajectoryBatch
 
 SHAPES: dict[str, dict[str, Any]] = {

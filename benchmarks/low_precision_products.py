@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
-from megatron_retool.doctor.model import DENSE, build, compute, mini_batch
+from megatron_retool.parity.doctor.model import DENSE, build, compute, mini_batch
 
 BLOCK = 16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

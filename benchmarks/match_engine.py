@@ -34,10 +34,10 @@ from benchmarks.learner_work import (
     random_learner,
 )
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import SamplingConfig
 from megatron_retool.exact.coverage import OPERATORS
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer

@@ -29,10 +29,10 @@ from benchmarks.learner_work import SHAPES, in_turns, kind_of_seconds, median_ra
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
-from megatron_retool.admission.tiny_model import with_copies
-from megatron_retool.doctor.model import random_batch
 from megatron_retool.learner.packing import Packer
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
+from megatron_retool.parity.admission.tiny_model import with_copies
+from megatron_retool.parity.batches import random_batch
 from megatron_retool.trajectory import TrajectoryBatch
 
 TOKENS = {"grpo": 2048, "arpo": 1024}

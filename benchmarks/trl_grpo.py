@@ -37,7 +37,7 @@ from megatron_retool.commands.settings import at_least
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.data.prompts import PromptRow, PromptSource
 from megatron_retool.data.tokenizer import load_tokenizer
-from megatron_retool.doctor.host_steps import read_pins
+from megatron_retool.parity.doctor.host_steps import read_pins
 from megatron_retool.runs.demo_base import DemoBase
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories

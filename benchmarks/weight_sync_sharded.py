@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import Config, EngineConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
 

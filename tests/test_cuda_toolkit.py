@@ -11,8 +11,8 @@ import pytest
 
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, cuda_packages, link_toolkit, load_cudnn
-from megatron_retool.doctor import engine_steps
-from megatron_retool.doctor.host_steps import read_pins
+from megatron_retool.parity.doctor import engine_steps
+from megatron_retool.parity.doctor.host_steps import read_pins
 from sglang_rollout.engine.process import SGLangServer
 
 ROOT = Path(__file__).parents[1]

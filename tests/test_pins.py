@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.doctor.host_steps import read_pins
+from megatron_retool.parity.doctor.host_steps import read_pins
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``admit``; the exit status."""
-    from megatron_retool.admission.layouts import FEW, NAMED
-    from megatron_retool.admission.requests import Request, architecture_of, one_of_each_family, read_config
+    from megatron_retool.parity.admission.layouts import FEW, NAMED
+    from megatron_retool.parity.admission.requests import Request, architecture_of, one_of_each_family, read_config
 
     if options.output is not None:
         check_output_file("--json", options.output)
@@ -76,9 +76,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError("nothing to examine: name a directory, a config.json or a published model, or --every-family")
     for request in requests:  # before the imports, which take seconds
         architecture_of(request)
-    from megatron_retool.admission.admit import examine
-    from megatron_retool.admission.report import table, write_json
     from megatron_retool.interruption import interrupts
+    from megatron_retool.parity.admission.admit import examine
+    from megatron_retool.parity.admission.report import table, write_json
 
     with interrupts(), tempfile.TemporaryDirectory(prefix="admit_") as directory, console.status("…") as status:
         admissions = examine(

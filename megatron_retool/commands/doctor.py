@@ -24,9 +24,9 @@ from rich.console import Console
 from megatron_retool.commands.settings import at_least
 from megatron_retool.config import ConfigError
 from megatron_retool.data.path_checks import check_directory, check_output_file
-from megatron_retool.doctor.catalogue import select
-from megatron_retool.doctor.session import Nodes
 from megatron_retool.interruption import interrupts
+from megatron_retool.parity.doctor.catalogue import select
+from megatron_retool.parity.ranks import Nodes
 
 EXIT_STATUS = {1: "a step failed, or an error, which the last line says"}
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_output_file("--output", options.output)
     if options.keep is not None:
         check_directory("--keep", options.keep.absolute())
-    from megatron_retool.doctor import run as doctor
+    from megatron_retool.parity.doctor import run as doctor
 
     if options.list:
         doctor.show_steps(options.chosen, console)

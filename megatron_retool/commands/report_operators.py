@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``report operators``; the exit status."""
-    from megatron_retool.reports import operators
+    from megatron_retool.parity import mismatch_by_operator
 
     with interrupts(), console.status("starting") as status:
-        result = operators.report(
-            operators.model_directory(options.model),
+        result = mismatch_by_operator.report(
+            mismatch_by_operator.model_directory(options.model),
             dtype=options.dtype,
             round_to=options.round_to,
             texts=options.texts,
@@ -54,8 +54,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             only=options.operator,
             on_round=lambda done, of: status.update(f"{done} of {of} engines asked"),
         )
-    console.print(operators.table(result))
+    console.print(mismatch_by_operator.table(result))
     if options.output is not None:
-        operators.write(result, options.output)
+        mismatch_by_operator.write(result, options.output)
         console.print(f"wrote {options.output}")
     return 0

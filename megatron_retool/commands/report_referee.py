@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``report referee``; the exit status."""
-    from megatron_retool.reports.referee.page import print_summary
-    from megatron_retool.reports.referee.report import write_referee_report
+    from megatron_retool.parity.referee.page import print_summary
+    from megatron_retool.parity.referee.report import write_referee_report
 
     with interrupts():
         page, result = write_referee_report(

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.cluster.runtime import ray_runtime
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.parity.admission.tiny_model import save_model
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TokenLoss
 from tests.learner.adapter_reference import small_model

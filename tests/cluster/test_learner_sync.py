@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.cluster.learner_failures import OutOfStep
 from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.config import load_config
+from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.weight_sync.errors import WeightSyncError
 from tests.sglang_rollout.weight_sync.test_weight_sync import FakeEngine

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.cluster import teachers as module
 from megatron_retool.cluster.teachers import TeacherFailure, Teachers
 from megatron_retool.config import ConfigError, DistillationConfig, TeacherConfig, load_config
+from megatron_retool.parity.admission.tiny_model import random_batch
 
 LENGTHS = [(5, 20), (9, 3), (4, 12), (6, 1)]
 

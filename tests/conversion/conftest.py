@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_retool.admission.shrink import VOCAB_SIZE
+from megatron_retool.parity.admission.shrink import VOCAB_SIZE
 from tests.learner.tiny_models import FAMILIES, hf_model
 
 BLOCKS = {

@@ -24,8 +24,8 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.low_precision import full_precision, quantization_in
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
 from tests.conversion.conftest import BLOCKS, assert_same_bits, read_all, save_tokenizer
 

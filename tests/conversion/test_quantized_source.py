@@ -24,8 +24,8 @@ from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.low_precision import quantization_of
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
 from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
 

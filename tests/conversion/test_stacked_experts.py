@@ -19,8 +19,8 @@ from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.mapping import WeightMapError, shard, to_mcore
 from conversion.model.stacked import part_of
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
 from tests.conversion.conftest import assert_same_bits, read_all
 

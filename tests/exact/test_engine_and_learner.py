@@ -17,14 +17,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission import requests as admission_requests
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.requests import shrunk_config
-from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, EngineConfig, LearnerConfig
 from megatron_retool.config.rollout import SamplingConfig
 from megatron_retool.exact.coverage import OPERATORS
+from megatron_retool.parity.admission import requests as admission_requests
+from megatron_retool.parity.admission.requests import shrunk_config
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission import parity
-from megatron_retool.admission.layouts import Case
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.requests import Request, shrunk_config
-from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.admission import comparison
+from megatron_retool.parity.admission.layouts import Case
+from megatron_retool.parity.admission.requests import Request, shrunk_config
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
 from tests.learner.tiny_models import hf_model
 
@@ -23,8 +23,8 @@ CASES = [
 TWO_RANKS = [Case("pp2", 2, {"match_engine": "exact", "pipeline_model_parallel_size": 2})]
 
 
-def compare(cases: list[Case], directory: Path) -> dict[str, parity.Found]:
-    return {case.name: parity.compare(case, directory) for case in cases}
+def compare(cases: list[Case], directory: Path) -> dict[str, comparison.Found]:
+    return {case.name: comparison.compare(case, directory) for case in cases}
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> Non
     else:
         model = hf_model(family, num_hidden_layers=2)
     save_model(model, directory)
-    parity.write_reference(model, Architecture.from_pretrained(directory), directory)
+    comparison.write_reference(model, Architecture.from_pretrained(directory), directory)
     architecture = Architecture.from_pretrained(directory)
     unshared = architecture.sliding_window is not None or architecture.linear_layers
     cases = [case for case in CASES if not (unshared and case.name == "shared prefixes")]
     found = run_ranks(compare, 1, tmp_path / "one", cases, directory)
     found |= run_ranks(compare, 2, tmp_path / "two", TWO_RANKS, directory)
-    assert {name: parity.too_far(figures) for name, figures in found.items()} == dict.fromkeys(found, {})
+    assert {name: comparison.too_far(figures) for name, figures in found.items()} == dict.fromkeys(found, {})
     assert all("gradient" in figures for figures in found.values())

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import save_model
+from megatron_retool.parity.admission.tiny_model import save_model
+from megatron_retool.parity.ranks import run_ranks
 from tests.gpu_branch import device_kernels, fake_device
 from tests.learner.adapter_reference import small_model
 from tests.learner.transformer_engine import kernels

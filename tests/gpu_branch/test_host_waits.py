@@ -14,8 +14,8 @@ import pytest
 from torch import distributed
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import cases
-from megatron_retool.admission.parity import TEMPERATURE, build, mini_batch
+from megatron_retool.parity.admission.comparison import TEMPERATURE, build, mini_batch
+from megatron_retool.parity.admission.layouts import cases
 from tests.gpu_branch.conftest import LAYERS, Run
 from tests.gpu_branch.fake_device import Event, recorded
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.parity import mini_batch
-from megatron_retool.doctor import learner_steps, model
-from megatron_retool.doctor.outcome import StepFigure
-from megatron_retool.doctor.session import DoctorSession
+from megatron_retool.parity.admission.comparison import mini_batch
+from megatron_retool.parity.doctor import learner_steps, model
+from megatron_retool.parity.doctor.outcome import StepFigure
+from megatron_retool.parity.doctor.session import DoctorSession
 from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.test_phases import _differing, _learner, _weights, updated

@@ -1,6 +1,6 @@
 """The learner's GPU branch computes what transformers computes, and mixes no devices on the way.
 
-As ``tests/admission`` does on the host: log-probs, entropy, loss, every gradient, their norm, and weights after an
+As ``tests/parity`` does on the host: log-probs, entropy, loss, every gradient, their norm, and weights after an
 update; replayed experts, common prefixes, recomputation. Once on Transformer Engine's layers and optimizer, once on
 Megatron-Core's local layers and torch's, which a GPU has without it.
 """
@@ -16,10 +16,16 @@ from torch import distributed
 
 from conversion.hf_to_mcore import convert
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import Case, cases
-from megatron_retool.admission.parity import compare, load_checkpoint, save_checkpoint, too_far, write_reference
-from megatron_retool.admission.requests import Request, shrunk_config
-from megatron_retool.admission.tiny_model import converted, random_model, save_model
+from megatron_retool.parity.admission.comparison import (
+    compare,
+    load_checkpoint,
+    save_checkpoint,
+    too_far,
+    write_reference,
+)
+from megatron_retool.parity.admission.layouts import Case, cases
+from megatron_retool.parity.admission.requests import Request, shrunk_config
+from megatron_retool.parity.admission.tiny_model import converted, random_model, save_model
 from megatron_retool.planning.models import MODELS, model_of_each_family, preset
 from tests.gpu_branch import device_kernels
 from tests.gpu_branch.conftest import Run

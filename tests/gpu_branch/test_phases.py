@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.admission.forced_routing import on_host
-from megatron_retool.admission.parity import mini_batch
 from megatron_retool.config import load_config
+from megatron_retool.parity.admission.comparison import mini_batch
+from megatron_retool.parity.admission.forced_routing import on_host
 from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
 

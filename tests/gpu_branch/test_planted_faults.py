@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import cases
-from megatron_retool.admission.parity import TEMPERATURE, build, mini_batch
+from megatron_retool.parity.admission.comparison import TEMPERATURE, build, mini_batch
+from megatron_retool.parity.admission.layouts import cases
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.fake_device import recorded
 

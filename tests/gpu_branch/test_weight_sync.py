@@ -16,8 +16,8 @@ import torch.distributed as dist
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import EngineConfig, ModelConfig
+from megatron_retool.parity.admission.tiny_model import save_model
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.weight_sync import engine_classes

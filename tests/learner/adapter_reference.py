@@ -14,10 +14,11 @@ from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.mapping import merge, shard
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.recurrences import recurrent
-from megatron_retool.admission.requests import Request, shrunk_config
-from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, random_model, stored_weights
 from megatron_retool.config import LoraConfig
+from megatron_retool.parity.admission.recurrences import recurrent
+from megatron_retool.parity.admission.requests import Request, shrunk_config
+from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch, random_model
+from megatron_retool.parity.stored_tensors import stored_weights
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import hf_model

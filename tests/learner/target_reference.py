@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.shrink import VOCAB_SIZE
+from megatron_retool.parity.admission.shrink import VOCAB_SIZE
 from megatron_retool.target_sequences import OptimizerStep, TargetSequence, TokenLoss
 from tests.learner.adapter_reference import Tensors, _with_peft, _with_weights, random_factors, small_model
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.layouts import CP, EP, ETP, PP, SP, TP, VPP
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.config import Config, ConfigError, LearnerConfig, LoraConfig, OptimizerConfig
+from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP, VPP
+from megatron_retool.parity.admission.tiny_model import random_batch
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss
 from tests.learner.adapter_reference import LENGTHS, SETTINGS, gather_factors, set_factors, small_model
 from tests.learner.target_reference import (

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_retool.admission.layouts import CP, EP, ETP, PP, SP, TP
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import Config, ConfigError, LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
+from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TokenOutputs
 from tests.learner.adapter_reference import gather_factors, small_model
 from tests.learner.target_reference import CROSS_ENTROPY, PAIRS, PPO, random_sequences, target_log_probs

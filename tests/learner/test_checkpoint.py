@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.runs.checkpoints import SaveError
 from tests.learner.tiny_models import hf_model
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import OptimizerConfig, load_config
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from tests.learner import tiny_models
 

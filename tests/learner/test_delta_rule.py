@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_retool.admission.recurrences import delta_rule
 from megatron_retool.learner.delta_rule import CHUNK, gated_delta_rule
+from megatron_retool.parity.admission.recurrences import delta_rule
 from megatron_retool.planning.activations import DELTA_CHUNK
 
 KEY_HEADS, SHARE, KEY_DIM, VALUE_DIM = 2, 3, 8, 12

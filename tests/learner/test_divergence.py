@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import (
     AlgorithmConfig,
     Config,
@@ -32,6 +30,8 @@ from megatron_retool.config import (
 )
 from megatron_retool.learner.divergence import Divergence, TeacherHead
 from megatron_retool.learner.log_probs import token_scores
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.tiny_models import hf_model

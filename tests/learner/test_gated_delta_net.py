@@ -1,4 +1,4 @@
-"""Gated delta net and gated attention alone, against transformers' modules; tests/admission has whole models."""
+"""Gated delta net and gated attention alone, against transformers' modules; tests/parity has whole models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from conversion.model.mapping import shard, to_hf, to_mcore
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.shrink import shrunk
 from megatron_retool.learner import cpu
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
 
 LENGTHS = (9, 1, 70, 6)

@@ -1,4 +1,4 @@
-"""What tests/admission leaves out, critic and losses over whole sequences, is the same in every layout."""
+"""What tests/parity leaves out, critic and losses over whole sequences, is the same in every layout."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, RolloutCorrectionConfig
+from megatron_retool.parity.admission.tiny_model import random_batch
+from megatron_retool.parity.ranks import run_ranks
 from tests.learner import tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]

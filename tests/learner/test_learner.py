@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, save_model, with_copies
 from megatron_retool.algorithms.prefix_tree import prefix_tree
 from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import shared_packing
+from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch, save_model, with_copies
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import hf_model
 
@@ -384,7 +384,7 @@ from pathlib import Path
 import torch
 from megatron_retool.learner.learner import Learner
 from tests.learner.test_learner import _learner, LENGTHS
-from megatron_retool.admission.tiny_model import random_batch
+from megatron_retool.parity.admission.tiny_model import random_batch
 
 learner = _learner(Path(sys.argv[1]), world_size=2, tensor_model_parallel_size=2)
 losses = [learner.sft_update(random_batch(LENGTHS))["loss"] for _ in range(2)]

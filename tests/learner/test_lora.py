@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.layouts import CP, EP, ETP, PP, SP, TP, VPP
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
-from megatron_retool.doctor.ranks import RankFailed
+from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP, VPP
+from megatron_retool.parity.ranks import RankFailed, run_ranks
 from tests.learner.adapter_reference import SETTINGS, gather_factors, mini_batch, set_factors, write_reference
 
 FULL = RecomputeConfig(granularity="full", method="uniform", num_layers=1)

@@ -17,10 +17,10 @@ from conversion.files.dist_checkpoint import DistCheckpointError
 from conversion.files.weights_alone import link_weights
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import EP, ETP, PP, SP, TP
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, save_model
 from megatron_retool.config import Config, LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
+from megatron_retool.parity.admission.layouts import EP, ETP, PP, SP, TP
+from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.memory import checkpoint_bytes
 from tests.learner.adapter_reference import gather_factors, small_model
 

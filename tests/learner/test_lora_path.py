@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.layouts import PP, SP, TP
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import hf_log_probs, save_model
 from megatron_retool.config import (
     Config,
     ConfigError,
@@ -23,6 +20,9 @@ from megatron_retool.config import (
     OptimizerConfig,
     load_config,
 )
+from megatron_retool.parity.admission.layouts import PP, SP, TP
+from megatron_retool.parity.admission.tiny_model import hf_log_probs, save_model
+from megatron_retool.parity.ranks import run_ranks
 from tests.learner.adapter_reference import PROJECTIONS, SETTINGS, mini_batch, small_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""One layer of Mamba-2 against transformers' modules of Granite 4 and Nemotron-H; tests/admission has whole models."""
+"""One layer of Mamba-2 against transformers' modules of Granite 4 and Nemotron-H; tests/parity has whole models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from conversion.model.attention_config import MambaSizes
 from conversion.model.layout import ParallelLayout
 from conversion.model.mapping import shard, to_mcore
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.shrink import shrunk
 from megatron_retool.learner import cpu
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
 from tests.learner.test_gated_delta_net import LENGTHS, kept_bytes, packed_parameters
 

@@ -15,9 +15,6 @@ from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.attention_config import normalise_latents
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.shrink import VOCAB_SIZE
-from megatron_retool.admission.tiny_model import random_batch, random_model
 from megatron_retool.config import (
     Config,
     ConfigError,
@@ -30,7 +27,11 @@ from megatron_retool.config import (
     RolloutConfig,
 )
 from megatron_retool.config.rollout import SpeculativeConfig
-from megatron_retool.doctor.model import sequences, stored_gradients
+from megatron_retool.parity.admission.shrink import VOCAB_SIZE
+from megatron_retool.parity.admission.tiny_model import random_batch, random_model
+from megatron_retool.parity.batches import sequences
+from megatron_retool.parity.ranks import run_ranks
+from megatron_retool.parity.stored_tensors import stored_gradients
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.routed_experts import RoutedExperts
 from tests.learner import test_muon, tiny_models

@@ -14,14 +14,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import cases as layout_cases
-from megatron_retool.admission.layouts import learner_config
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
 from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig, load_config
 from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.precision import Acceleration
+from megatron_retool.parity.admission.layouts import cases as layout_cases
+from megatron_retool.parity.admission.layouts import learner_config
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_batch, random_model, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.memory import checkpoint_bytes, state_bytes
 from megatron_retool.planning.models import MODELS
 

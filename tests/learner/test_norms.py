@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
 
 HEAD_DIM, EPS = 8, 1e-5

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import offload, parallel
 from megatron_retool.learner.offload import HostOffload
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from tests.learner.tiny_models import hf_model
 
 PARTS = ("weights", "optimizer", "gradients")

@@ -13,14 +13,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conversion.model.layout import ParallelLayout
-from megatron_retool.admission.tiny_model import random_batch, with_copies
 from megatron_retool.algorithms.dynamic_context import context_sizes
 from megatron_retool.algorithms.prefix_tree import prefix_tree
-from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.attention_pieces import SharedPrefixes
 from megatron_retool.learner.packing import Packer, zigzag
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.tree_attention import tree_attention
+from megatron_retool.parity.admission.tiny_model import random_batch, with_copies
+from megatron_retool.parity.batches import sequences
 from megatron_retool.trajectory import TrajectoryBatch
 
 

@@ -12,10 +12,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from conversion.model.layout import ParallelLayout
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import resolve_device
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.ports import free_port
 
 

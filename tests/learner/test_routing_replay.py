@@ -1,4 +1,4 @@
-"""Routing replay in one process: what is replayed, recorded, counted, refused. tests/admission has every layout."""
+"""Routing replay in one process: what is replayed, recorded, counted, refused. tests/parity has every layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from conversion.model.layout import ParallelLayout
-from megatron_retool.admission.forced_routing import distance, expectation, gradients_of_update, random_rows, with_rows
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.config.algorithm import RolloutCorrectionConfig
-from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer
 from megatron_retool.learner.routing_replay import LayerReplay, _Choice, check_routers, cut_rows
+from megatron_retool.parity.admission.forced_routing import (
+    distance,
+    expectation,
+    gradients_of_update,
+    random_rows,
+    with_rows,
+)
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
+from megatron_retool.parity.batches import sequences
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import hf_model

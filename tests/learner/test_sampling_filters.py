@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import SamplingConfig
 from megatron_retool.learner.log_probs import log_probs_and_entropy
+from megatron_retool.parity.ranks import run_ranks
 from tests.algorithms.sampled_distribution import sampling_log_probs
 
 ROWS, HIDDEN, VOCABULARY, PADDED = 40, 8, 29, 32

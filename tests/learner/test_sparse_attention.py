@@ -1,4 +1,4 @@
-"""Sparse attention alone, against transformers' modules and plain formulas; tests/admission has models and layouts."""
+"""Sparse attention alone, against transformers' modules and plain formulas; tests/parity has models and layouts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from conversion.model.attention_config import IndexerSizes, LatentSizes
 from conversion.model.layout import ParallelLayout
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import cpu
 from megatron_retool.learner.attention import LocalPackedSequences, RotaryTable
 from megatron_retool.learner.attention_pieces import Bucket
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_batch, random_model, save_model
 from megatron_retool.planning.memory import checkpoint_bytes
 from megatron_retool.planning.models import MODELS
 

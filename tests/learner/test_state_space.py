@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_retool.admission import recurrences
 from megatron_retool.learner.delta_rule import CHUNK
 from megatron_retool.learner.state_space import state_space
+from megatron_retool.parity.admission import recurrences
 from tests.learner.test_delta_rule import distance, with_gradients
 
 GROUPS, SHARE, STATE_DIM, VALUE_DIM = 2, 3, 8, 12

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.hf_to_mcore import TargetLayout, convert
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import LoraConfig
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
+from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.sglang_plugins.weight_parts import with_parts
 from tests.conversion.conftest import assert_same_bits
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner

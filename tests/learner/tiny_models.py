@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_retool.admission.shrink import VOCAB_SIZE
-from megatron_retool.admission.tiny_model import random_model
+from megatron_retool.parity.admission.shrink import VOCAB_SIZE
+from megatron_retool.parity.admission.tiny_model import random_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 WITH_PARTS = ("olmo2", "olmo3", "gemma3_text", "granite")

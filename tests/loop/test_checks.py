@@ -8,7 +8,7 @@ import pytest
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.config.model import check_model_path
 from megatron_retool.loop.checks import check_extensions, check_model, check_run
-from tests.admission.variants import PHI_4_MINI
+from tests.parity.admission.variants import PHI_4_MINI
 
 MODEL = Path(__file__).parents[1] / "sglang_rollout" / "traced_model"
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import Config, OptimizerConfig, load_config
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.loop.columns import mini_batch_rows
 from megatron_retool.loop.fused_update import source_of
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
+from megatron_retool.parity.admission.tiny_model import save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.routed_experts import missing_expert
 from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch

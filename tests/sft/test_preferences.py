@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import (
     Config,
     ConfigError,
@@ -25,6 +23,8 @@ from megatron_retool.config import (
 )
 from megatron_retool.data.chat_template import TokenizedConversation
 from megatron_retool.data.sft_dataset import as_trajectory_batch
+from megatron_retool.parity.admission.tiny_model import random_batch, save_model
+from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.sft.launch import fine_tune
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.step_gradients import gradients_at_next_step

@@ -1,5 +1,5 @@
 """The check of a first weight sync, on a real engine and transformers' model in the place of the learner, of which
-tests/admission says that it computes the same."""
+tests/parity says that it computes the same."""
 
 from __future__ import annotations
 

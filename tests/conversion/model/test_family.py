@@ -25,8 +25,8 @@ from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.families import nemotron_h
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.parity.admission.shrink import shrunk
 from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.registry import ExtensionError
@@ -135,9 +135,9 @@ def test_a_family_of_ones_own_is_converted_there_and_back_by_several_workers(
 
 
 def test_the_learner_takes_it_from_the_configuration(seed_oss: tuple[str, Path]) -> None:
-    from megatron_retool.admission.tiny_model import hf_log_probs, random_batch
     from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
     from megatron_retool.learner.learner import Learner
+    from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch
     from megatron_retool.planning.models import resolve_architecture
 
     target, source = seed_oss

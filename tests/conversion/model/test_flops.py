@@ -1,4 +1,4 @@
-"""FLOP counts against known published sizes; tests/admission holds them against what torch counts."""
+"""FLOP counts against known published sizes; tests/parity holds them against what torch counts."""
 
 from __future__ import annotations
 

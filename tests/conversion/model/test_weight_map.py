@@ -1,4 +1,4 @@
-"""The weight map's five functions as properties; tests/admission holds its names against transformers."""
+"""The weight map's five functions as properties; tests/parity holds its names against transformers."""
 
 from __future__ import annotations
 

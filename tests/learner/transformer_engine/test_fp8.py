@@ -16,9 +16,9 @@ import torch
 
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import block_scales
-from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import ConfigError, Fp8Config, LearnerConfig
 from megatron_retool.learner.precision import FP8_RECIPES
+from megatron_retool.parity.admission.tiny_model import save_model
 from tests.learner.tiny_models import hf_model
 from tests.learner.transformer_engine.conftest import Run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.config import MtpConfig
+from megatron_retool.parity.admission.tiny_model import random_batch
 from tests.learner import test_multi_token_prediction as local
 from tests.learner.transformer_engine.conftest import Run
 

@@ -1,6 +1,6 @@
 """The learner on Transformer Engine's layer spec computes what transformers computes, with torch in the kernels' place.
 
-As ``tests/admission`` does for the local spec: log-probs, entropy, loss, every gradient, and the weights after one DAPO
+As ``tests/parity`` does for the local spec: log-probs, entropy, loss, every gradient, and the weights after one DAPO
 update. What this proves is the wiring: which module gets what, packed sequences, rotary tables, the
 collectives around parallel layers, experts, gradients' way to the optimizer.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.layouts import cases
-from megatron_retool.admission.parity import compare, too_far
+from megatron_retool.parity.admission.comparison import compare, too_far
+from megatron_retool.parity.admission.layouts import cases
 from tests.learner.tiny_models import FAMILIES, WITH_PARTS
 from tests.learner.transformer_engine.conftest import Run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.admission.tiny_model import save_model
+from megatron_retool.parity.admission.tiny_model import save_model
 from tests.learner import test_critic, test_divergence, test_muon
 from tests.learner.adapter_reference import small_model
 from tests.learner.test_muon import models as muon_models  # noqa: F401  a fixture

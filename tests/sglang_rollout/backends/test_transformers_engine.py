@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.config import ConfigError, SamplingConfig, load_config
+from megatron_retool.parity.admission.shrink import shrunk
+from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine

@@ -13,9 +13,9 @@ import torch
 
 import sglang_cpu_engine
 from conversion.model.architecture import Architecture
-from megatron_retool.admission.shrink import shrunk
+from megatron_retool.parity.admission.shrink import shrunk
 from sglang_rollout.engine.launch_command import torchvision_directory
-from tests.admission.variants import PHI_3_5_MINI, PHI_4_MINI
+from tests.parity.admission.variants import PHI_3_5_MINI, PHI_4_MINI
 
 HEADS, LIMIT = 4, 64
 SGLANG = """

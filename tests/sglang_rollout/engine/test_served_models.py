@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.model.family import built_in_families
-from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.parity.admission.shrink import shrunk
 from megatron_retool.planning.models import MODELS
 from sglang_rollout.engine.served_models import (
     ATTENTION_GROUPS,
@@ -26,8 +26,8 @@ from sglang_rollout.engine.served_models import (
     WHOLE_PAST,
     check_served_model,
 )
-from tests.admission.variants import LONG_TEXTS, PHI_4_MINI
 from tests.learner.tiny_models import hf_model
+from tests.parity.admission.variants import LONG_TEXTS, PHI_4_MINI
 
 
 def configured(directory: Path, *overrides: str, **keys: Any) -> Config:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.admission.tiny_model import hf_log_probs
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import RewardConfig, load_config
 from megatron_retool.loop.columns import add_advantages, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import filter_step
 from megatron_retool.loop.metrics import rollout_metrics
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.parity.admission.tiny_model import hf_log_probs
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import TrajectoryBatch

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import ConfigError, EngineConfig, load_config
+from megatron_retool.parity.admission.tiny_model import save_model
 from sglang_rollout.engine.sglang_plugins.changed_weights import ChangedWeight, positions_of, with_changes
 from sglang_rollout.weight_sync.base import ServerWeightSync
 from sglang_rollout.weight_sync.delta import SMALLEST, DeltaEncoder, changes, gaps_of

@@ -1,6 +1,6 @@
 """Families' weights in FP8 against the parameters that SGLang's own class of the model registers.
 
-Each parameter must be written whole, and no name be unknown. tests/admission does so with plain weights.
+Each parameter must be written whole, and no name be unknown. tests/parity does so with plain weights.
 """
 
 from __future__ import annotations

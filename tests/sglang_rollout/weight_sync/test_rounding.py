@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, ModelConfig, load_config
-from megatron_retool.reports.referee.referee_model import engine_format
+from megatron_retool.parity.referee.referee_model import engine_format
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.weight_sync.base import ServerWeightSync
 from sglang_rollout.weight_sync.push import make_weight_sync

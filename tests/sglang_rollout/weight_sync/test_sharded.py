@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from conversion.model.mapping import HFPart
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.engine_checks import published
-from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.requests import architecture_of, one_of_each_family, shrunk_config
-from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
 from megatron_retool.config import ConfigError, EngineConfig, load_config
 from megatron_retool.loop.checks import check_model
+from megatron_retool.parity.admission.engine_checks import published
+from megatron_retool.parity.admission.requests import architecture_of, one_of_each_family, shrunk_config
+from megatron_retool.parity.admission.tiny_model import random_batch, random_model, save_model
+from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.served_models import unserved
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts

@@ -1,4 +1,4 @@
-"""What CPU engines compute in the place of SGLang's Triton kernels. tests/admission has the whole engine."""
+"""What CPU engines compute in the place of SGLang's Triton kernels. tests/parity/admission has the whole engine."""
 
 from __future__ import annotations
 
