@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_retool.config import EngineConfig
 from sglang_rollout.engine.process import SGLangServer
-from sglang_rollout.weight_sync.base import Bucket
-from sglang_rollout.weight_sync.disk import DiskWeightSync
-from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync.base import Bucket
+from sglang_rollout.engine.weight_sync.disk import DiskWeightSync
+from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 
 
 def buckets(weights: list[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:

@@ -5,7 +5,7 @@
 
 Weights are normal with the deviation of a fresh model; every element of the float32 main weights moves by the learning
 rate up or down, as in Adam's first step, the largest that it makes. It prints bytes and seconds of the sender for each
-step, and the ratio to whole weights. No engine takes part: tests/sglang_rollout/weight_sync/test_delta.py has those.
+step, and the ratio to whole weights. No engine takes part: tests/sglang_rollout has those.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sglang_rollout.weight_sync.delta import DeltaEncoder
+from sglang_rollout.engine.weight_sync.delta import DeltaEncoder
 
 
 def shapes(layers: int, hidden: int, intermediate: int, vocabulary: int) -> dict[str, tuple[int, int]]:

@@ -57,8 +57,8 @@ def save_model(directory: Path, hidden: int, layers: int, experts: int) -> None:
 def pushes(model: Path, experts: bool, urls: list[str], key: str, rounds: int, bucket: int) -> dict[str, Any]:
     """Seconds of the fastest round, and bytes, by method; one rank's part."""
     from megatron_retool.learner.learner import Learner
-    from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-    from sglang_rollout.weight_sync.sharded import ShardedWeightSync
+    from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+    from sglang_rollout.engine.weight_sync.sharded import ShardedWeightSync
 
     use_engine_key(key)
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
 from megatron_retool.runs.step_timer import StepTimer
 from run_files.phases import Phase
 from sglang_rollout.engine.base import AdapterEngine, EngineStartError
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 SYNC_ATTEMPTS = 3
 """More than two: while one engine is restarted, another may die."""

@@ -27,7 +27,7 @@ from megatron_retool.target_sequences import OptimizerStep, TargetSequence, Toke
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.engine.key import engine_key
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from megatron_retool.learner.reading import FusedUpdate, LogProbs

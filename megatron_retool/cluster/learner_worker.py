@@ -29,7 +29,7 @@ from megatron_retool.trajectory import TrajectoryBatch
 from run_files.phases import Phase
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.engine.key import use_engine_key
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from megatron_retool.learner.adapter_runs import AdapterRuns
@@ -190,12 +190,12 @@ class LearnerWorker:
         return _failure_of(self.learner.finish_save)
 
     def sync_weights(self, senders: dict[int, list[str]], version: int) -> SyncReport | WeightSyncError | None:
-        """Send the current weights to this rank's engines; see sglang_rollout.weight_sync.push.
+        """Send the current weights to this rank's engines; see sglang_rollout.engine.weight_sync.push.
 
         Returns:
             None: it has no engine. An error as an answer: another sender's engines may be at fault too.
         """
-        from sglang_rollout.weight_sync.push import push_weights
+        from sglang_rollout.engine.weight_sync.push import push_weights
 
         own = senders.get(self.rank, [])
         if self.config.weight_sync.method == "sharded":

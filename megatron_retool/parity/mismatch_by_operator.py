@@ -29,7 +29,7 @@ from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
-from sglang_rollout.weight_sync.quantization import Rounding
+from sglang_rollout.engine.weight_sync.quantization import Rounding
 
 Texts = list[list[int]]
 Scores = npt.NDArray[np.float64]

@@ -23,8 +23,8 @@ ENGINES: Registry[Callable[..., Any]] = Registry(
     "rollout.engine.backend",
     takes=("config",),
     built_in={
-        "sglang": "sglang_rollout.backends.sglang_engine:SGLangEngine",
-        "transformers": "sglang_rollout.backends.transformers_engine:TransformersEngine",
+        "sglang": "sglang_rollout.engine.sglang_engine:SGLangEngine",
+        "transformers": "sglang_rollout.engine.transformers_engine:TransformersEngine",
     },
 )
 

@@ -14,7 +14,7 @@ from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.runs.step_timer import StepTimer
 from sglang_rollout.engine.base import EngineStartError
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 
 class FakeEngine:

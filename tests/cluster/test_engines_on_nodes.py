@@ -23,7 +23,7 @@ from megatron_retool.cluster.placement import Placement, Slot, plan_placement
 from megatron_retool.config import load_config
 from megatron_retool.runs.step_timer import StepTimer
 from sglang_rollout.engine.client import SGLangClient
-from sglang_rollout.weight_sync.push import make_weight_sync
+from sglang_rollout.engine.weight_sync.push import make_weight_sync
 from tests.learner.tiny_models import hf_model
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.registry import ExtensionError
-from sglang_rollout.backends import sglang_engine
+from sglang_rollout.engine import sglang_engine
 from sglang_rollout.engine.configured import check_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"

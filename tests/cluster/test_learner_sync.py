@@ -15,8 +15,8 @@ from megatron_retool.cluster.learner_worker import LearnerWorker
 from megatron_retool.config import load_config
 from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.base import SyncReport
-from sglang_rollout.weight_sync.errors import WeightSyncError
-from tests.sglang_rollout.weight_sync.test_weight_sync import FakeEngine
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+from tests.sglang_rollout.engine.weight_sync.test_weight_sync import FakeEngine
 
 BUCKETS = 3
 FAILED = (500, {"error": {"message": "on purpose"}})

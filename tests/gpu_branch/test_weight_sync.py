@@ -20,10 +20,10 @@ from megatron_retool.config import EngineConfig, ModelConfig
 from megatron_retool.parity.admission.tiny_model import save_model
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
-from sglang_rollout.weight_sync import engine_classes
-from sglang_rollout.weight_sync.engine_classes import Load
-from sglang_rollout.weight_sync.quantization import Fp8
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync import engine_classes
+from sglang_rollout.engine.weight_sync.engine_classes import Load
+from sglang_rollout.engine.weight_sync.quantization import Fp8
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from tests.learner.tiny_models import hf_model
 
 IPC = Path(__file__).with_name("ipc")
@@ -38,8 +38,8 @@ def _push(directory: Path, urls: list[str], key: str, handles: Path) -> dict[str
     from safetensors.torch import load_file
     from torch.multiprocessing import reductions
 
-    from sglang_rollout.weight_sync import tensor as way
-    from sglang_rollout.weight_sync.errors import WeightSyncError
+    from sglang_rollout.engine.weight_sync import tensor as way
+    from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
     os.environ[fake_ipc.DIRECTORY] = str(handles)
     reductions.reduce_tensor = fake_ipc.reduce_tensor

@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_the_others_waiting_is_as_good_as_dead(monkeypatch: p
 
 
 def test_errors_that_only_quote_gloo_are_no_death() -> None:
-    from sglang_rollout.weight_sync.errors import WeightSyncError
+    from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
     error = raised_in_actor(WeightSyncError(f"weight sync failed at /x; the learner's side: {GLOO}", ["http://e"]))
     with pytest.raises(WeightSyncError):

@@ -32,23 +32,23 @@ from megatron_retool.config import (
 from megatron_retool.data.chat_template import render
 from megatron_retool.serving.front import OpenDoor
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.backends.sglang_engine import SGLangEngine
-from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineFailed, EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.engine.sglang_engine import SGLangEngine
+from sglang_rollout.engine.transformers_engine import TransformersEngine
+from sglang_rollout.engine.weight_sync import distributed
+from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.push import disconnect, make_weight_sync, push_weights
+from sglang_rollout.engine.weight_sync.quantization import round_to_integers
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import RolloutError
-from sglang_rollout.weight_sync import distributed
-from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.push import disconnect, make_weight_sync, push_weights
-from sglang_rollout.weight_sync.quantization import round_to_integers
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
 from tests.sglang_rollout.scored_text import compare

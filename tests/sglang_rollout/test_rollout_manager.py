@@ -12,9 +12,9 @@ from aiohttp import web
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.errors import OperationError
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.sglang_engine import SGLangEngine
 from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError

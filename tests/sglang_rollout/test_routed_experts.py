@@ -11,12 +11,12 @@ import pytest
 
 from megatron_retool.config import SamplingConfig, load_config
 from megatron_retool.routed_experts import is_missing
-from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.routed_experts import RoutingShape
+from sglang_rollout.engine.transformers_engine import TransformersEngine
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.forked_engine import ForkedServer
 from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, RETOOL_POLICY, TOOL_POLICY

@@ -15,7 +15,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.parity.admission import comparison
 from megatron_retool.parity.admission.outcome import AdmissionVerdict, Check, judged
 from sglang_rollout.engine.served_models import WHOLE_PAST, unserved, unserved_on_cpu
-from sglang_rollout.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
+from sglang_rollout.engine.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
 
 KIND, PARAMETERS, LOG_PROBS = "engine", "every parameter of SGLang's class", "log-probs of SGLang's engine"
 _WEIGHTS = "model.safetensors"

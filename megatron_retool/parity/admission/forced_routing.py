@@ -23,7 +23,7 @@ from megatron_retool.parity.admission.tiny_model import Copies, hf_log_probs
 from megatron_retool.parity.stored_tensors import stored_gradients
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
-from sglang_rollout.backends.transformers_routing import forced_gates
+from sglang_rollout.engine.transformers_routing import forced_gates
 
 Rows = np.ndarray[Any, Any]
 

@@ -39,7 +39,7 @@ from megatron_retool.parity.referee.stored_step import SampledResponse, StoredSt
 from megatron_retool.parity.referee.verdict import verdict
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.runs.progress import progress_line
-from sglang_rollout.backends.transformers_routing import routers
+from sglang_rollout.engine.transformers_routing import routers
 
 WATCHED_TOKENS = 512
 """Most tokens whose hidden states are compared."""

@@ -25,8 +25,8 @@ from megatron_retool.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from megatron_retool.learner.precision import DTYPES
 from megatron_retool.parity.referee.stored_step import SampledResponse, StoredStep
 from megatron_retool.routed_experts import is_missing
-from sglang_rollout.backends.transformers_routing import forced_gates, routers
-from sglang_rollout.weight_sync.quantization import weight_conversion
+from sglang_rollout.engine.transformers_routing import forced_gates, routers
+from sglang_rollout.engine.weight_sync.quantization import weight_conversion
 
 REFEREE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

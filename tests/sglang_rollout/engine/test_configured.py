@@ -9,12 +9,12 @@ import pytest
 
 from megatron_retool.config import load_config
 from megatron_retool.registry import ExtensionError
-from sglang_rollout.backends.sglang_engine import SGLangEngine
-from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.configured import check_engine, make_engine
+from sglang_rollout.engine.sglang_engine import SGLangEngine
+from sglang_rollout.engine.transformers_engine import TransformersEngine
 
 OWN = """
-from sglang_rollout.backends.sglang_engine import SGLangEngine
+from sglang_rollout.engine.sglang_engine import SGLangEngine
 from sglang_rollout.engine.client import SGLangClient
 
 class Client(SGLangClient):

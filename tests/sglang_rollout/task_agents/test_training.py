@@ -19,10 +19,10 @@ from megatron_retool.parity.admission.tiny_model import hf_log_probs
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import TrajectoryBatch
-from sglang_rollout.backends.transformers_engine import TransformersEngine
+from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.agent import markov_policy
-from tests.sglang_rollout.backends.test_transformers_engine import started
+from tests.sglang_rollout.engine.test_transformers_engine import started
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -10,10 +10,10 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, ModelConfig, load_config
 from megatron_retool.parity.referee.referee_model import engine_format
-from sglang_rollout.backends.transformers_engine import TransformersEngine
-from sglang_rollout.weight_sync.base import ServerWeightSync
-from sglang_rollout.weight_sync.push import make_weight_sync
-from sglang_rollout.weight_sync.quantization import Rounding, round_to_integers, weight_conversion
+from sglang_rollout.engine.transformers_engine import TransformersEngine
+from sglang_rollout.engine.weight_sync.base import ServerWeightSync
+from sglang_rollout.engine.weight_sync.push import make_weight_sync
+from sglang_rollout.engine.weight_sync.quantization import Rounding, round_to_integers, weight_conversion
 
 ROW = [7.0, 3.4, -1.2, 0.4, 14.0]
 

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_retool.config import Config, ConfigError, SamplingConfig
-from sglang_rollout.backends.transformers_model import BatchedModel, InputTooLong, SampledSequence
 from sglang_rollout.engine.base import (
     EngineClientError,
     EngineFailed,
@@ -28,10 +27,11 @@ from sglang_rollout.engine.base import (
     RankedText,
     SyncReport,
 )
-from sglang_rollout.weight_sync.base import Bucket
-from sglang_rollout.weight_sync.disk import WeightDirectory
-from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.quantization import weight_conversion
+from sglang_rollout.engine.transformers_model import BatchedModel, InputTooLong, SampledSequence
+from sglang_rollout.engine.weight_sync.base import Bucket
+from sglang_rollout.engine.weight_sync.disk import WeightDirectory
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.quantization import weight_conversion
 
 
 class TransformersEngine:

@@ -24,8 +24,8 @@ from conversion.files.peft_files import PREFIX, peft_config, write_peft
 from megatron_retool.config import LoraConfig
 from sglang_rollout.engine.base import EngineRejected, SyncReport
 from sglang_rollout.engine.policy_adapter import adapter_name
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.base import Bucket, ServerWeightSync, is_local
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 
 class AdapterWeightSync(ServerWeightSync):

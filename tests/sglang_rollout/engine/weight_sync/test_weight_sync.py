@@ -22,14 +22,14 @@ from transformers import Qwen2Config
 
 from conversion.model.block_fp8 import takes_power_of_two
 from megatron_retool.config import ModelConfig, load_config
-from sglang_rollout.weight_sync import distributed, quantization
-from sglang_rollout.weight_sync.base import ServerWeightSync, is_local
-from sglang_rollout.weight_sync.disk import DiskWeightSync
-from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.push import make_weight_sync
-from sglang_rollout.weight_sync.quantization import Fp8
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync import distributed, quantization
+from sglang_rollout.engine.weight_sync.base import ServerWeightSync, is_local
+from sglang_rollout.engine.weight_sync.disk import DiskWeightSync
+from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.push import make_weight_sync
+from sglang_rollout.engine.weight_sync.quantization import Fp8
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 
 BUCKETS = [[("a.weight", torch.ones(4, 4)), ("b.bias", torch.zeros(3))], [("c.weight", torch.ones(2))]]
 

@@ -13,9 +13,9 @@ from megatron_retool.parity.admission.shrink import shrunk
 from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.configured import check_engine
+from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CODE, CODE_END, ENDLESS_POLICY, TOOL_POLICY, single

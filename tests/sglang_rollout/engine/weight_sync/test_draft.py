@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync.engine_classes import Load, load_into_engine_classes
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from tests.learner.test_multi_token_prediction import make_model
 
 pytest.importorskip("sglang")

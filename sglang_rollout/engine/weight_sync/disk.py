@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync
+from sglang_rollout.engine.weight_sync.base import Bucket, ServerWeightSync
 
 
 class WeightDirectory:

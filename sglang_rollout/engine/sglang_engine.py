@@ -117,13 +117,13 @@ class SGLangEngine:
     def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
         """The way that weight_sync.method names."""
         # The driver needs none of this, and importing it takes a while.
-        from sglang_rollout.weight_sync.adapter import AdapterWeightSync
-        from sglang_rollout.weight_sync.delta import DeltaEncoder
-        from sglang_rollout.weight_sync.disk import DiskWeightSync
-        from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-        from sglang_rollout.weight_sync.quantization import weight_conversion
-        from sglang_rollout.weight_sync.sharded import ShardedWeightSync
-        from sglang_rollout.weight_sync.tensor import TensorWeightSync
+        from sglang_rollout.engine.weight_sync.adapter import AdapterWeightSync
+        from sglang_rollout.engine.weight_sync.delta import DeltaEncoder
+        from sglang_rollout.engine.weight_sync.disk import DiskWeightSync
+        from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+        from sglang_rollout.engine.weight_sync.quantization import weight_conversion
+        from sglang_rollout.engine.weight_sync.sharded import ShardedWeightSync
+        from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 
         config, settings = self.config, self.config.weight_sync
         common: dict[str, Any] = {

@@ -15,8 +15,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
 from megatron_retool.ports import free_port
-from sglang_rollout.weight_sync import distributed, tensor
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync import distributed, tensor
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 
 
 def test_ipc_handles_name_the_device_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from megatron_retool.config import Config, load_config
-from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.policy_adapter import PolicyAdapter
 from sglang_rollout.engine.process import SGLangServer
-from sglang_rollout.weight_sync import adapter as adapter_module
-from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.sglang_engine import SGLangEngine
+from sglang_rollout.engine.weight_sync import adapter as adapter_module
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.engine.test_engine_adapters import BOUND, GREEDY, PROMPT, difference, expected, write_adapter
 

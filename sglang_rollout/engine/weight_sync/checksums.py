@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.errors import InputError
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 _UINT32 = 0xFFFFFFFF
 _HASH_SEED = 0x243F6A88

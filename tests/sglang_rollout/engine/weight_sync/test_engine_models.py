@@ -21,8 +21,8 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ModelConfig
-from sglang_rollout.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
-from sglang_rollout.weight_sync.quantization import Fp8
+from sglang_rollout.engine.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
+from sglang_rollout.engine.weight_sync.quantization import Fp8
 from tests.conversion.conftest import model_directory, read_all  # noqa: F401 (a fixture)
 from tests.learner.tiny_models import FAMILIES
 

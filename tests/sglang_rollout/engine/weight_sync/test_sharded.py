@@ -26,7 +26,7 @@ from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.served_models import unserved
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts
-from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
+from sglang_rollout.engine.weight_sync.engine_classes import Load, load_into_engine_classes
 from tests.forked_engine import ForkedServer
 from tests.learner.test_checkpoint import EP, ETP, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model
@@ -143,9 +143,9 @@ def _push(
     world: int, layout: dict[str, Any], directory: Path, urls: list[str], key: str, versions: int, pid: int | None
 ) -> dict[str, Any]:
     """Each rank's parts into engines at ``urls``, version by version, with an update in between."""
-    from sglang_rollout.weight_sync.checksums import ExpectedChecksums
-    from sglang_rollout.weight_sync.errors import WeightSyncError
-    from sglang_rollout.weight_sync.sharded import ShardedWeightSync
+    from sglang_rollout.engine.weight_sync.checksums import ExpectedChecksums
+    from sglang_rollout.engine.weight_sync.errors import WeightSyncError
+    from sglang_rollout.engine.weight_sync.sharded import ShardedWeightSync
 
     use_engine_key(key)
     learner = _learner(world, layout, directory)

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_retool.ports import free_port, listening_descriptor
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local, reason_of
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.base import Bucket, ServerWeightSync, is_local, reason_of
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 SEND_AWAY_SECONDS = 30.0
 """Longest wait for engines that have to be sent away from a group that will not come."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatron_retool.config import Config
 from sglang_rollout.engine.base import SyncReport, WeightSync
 from sglang_rollout.engine.configured import make_engine
-from sglang_rollout.weight_sync.base import Bucket
+from sglang_rollout.engine.weight_sync.base import Bucket
 
 _CONNECTION: WeightSync | None = None
 

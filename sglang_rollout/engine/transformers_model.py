@@ -19,11 +19,11 @@ from megatron_retool.algorithms.sampling import kept_in_order
 from megatron_retool.config import Config
 from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import ExpertArray
-from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult, RankedText
 from sglang_rollout.engine.launch_command import resolve_device
 from sglang_rollout.engine.routed_experts import RoutingShape
-from sglang_rollout.weight_sync.disk import WeightDirectory
+from sglang_rollout.engine.transformers_routing import RoutingRecorder, extended
+from sglang_rollout.engine.weight_sync.disk import WeightDirectory
 
 
 class InputTooLong(ValueError):

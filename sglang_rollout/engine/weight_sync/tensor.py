@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.base import Bucket, ServerWeightSync, is_local
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 _PATH = "/update_weights_from_tensor"
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from megatron_retool.config import ConfigError, EngineConfig, load_config
 from megatron_retool.parity.admission.tiny_model import save_model
 from sglang_rollout.engine.sglang_plugins.changed_weights import ChangedWeight, positions_of, with_changes
-from sglang_rollout.weight_sync.base import ServerWeightSync
-from sglang_rollout.weight_sync.delta import SMALLEST, DeltaEncoder, changes, gaps_of
-from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
+from sglang_rollout.engine.weight_sync.base import ServerWeightSync
+from sglang_rollout.engine.weight_sync.delta import SMALLEST, DeltaEncoder, changes, gaps_of
+from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from tests.forked_engine import ForkedServer
 from tests.learner.tiny_models import hf_model
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from sglang_rollout.engine.base import SyncReport
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync
-from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.base import Bucket, ServerWeightSync
+from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 
 class ShardedWeightSync(ServerWeightSync):

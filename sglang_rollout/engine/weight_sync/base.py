@@ -34,9 +34,9 @@ from conversion.model.block_fp8 import SCALE_SUFFIXES
 from conversion.model.rules import BUFFER_SUFFIXES
 from sglang_rollout.engine.base import EngineClientError, SyncReport
 from sglang_rollout.engine.blocking_client import BlockingClient
-from sglang_rollout.weight_sync.checksums import ExpectedChecksums
-from sglang_rollout.weight_sync.delta import DeltaEncoder
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync.checksums import ExpectedChecksums
+from sglang_rollout.engine.weight_sync.delta import DeltaEncoder
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 Bucket = list[tuple[str, torch.Tensor]]
 PROBE_SECONDS = 10.0

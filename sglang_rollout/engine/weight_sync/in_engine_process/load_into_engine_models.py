@@ -118,7 +118,7 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
 def changes_of(tensors: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """What an engine that has ``before`` is given of ``tensors``."""
     from sglang_rollout.engine.sglang_plugins.changed_weights import with_changes
-    from sglang_rollout.weight_sync.delta import changes
+    from sglang_rollout.engine.weight_sync.delta import changes
 
     return [part for name, tensor in tensors.items() for part in with_changes(changes(name, tensor, before[name]))]
 

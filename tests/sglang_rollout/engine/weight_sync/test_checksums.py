@@ -10,30 +10,30 @@ import pytest
 import torch
 
 from sglang_cpu_engine import PYTHON_PATH
-from sglang_rollout.weight_sync import checksums as engine_checksums
-from sglang_rollout.weight_sync.checksums import ChecksumError, ExpectedChecksums, gpu_tensor_hash
-from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.engine.weight_sync import checksums as engine_checksums
+from sglang_rollout.engine.weight_sync.checksums import ChecksumError, ExpectedChecksums, gpu_tensor_hash
+from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 
 URL = "http://e0"
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """What SGLang's GPU kernels compute (tests/sglang_rollout/weight_sync/triton_reference.py)."""
+    """What SGLang's GPU kernels compute (tests/sglang_rollout/engine/weight_sync/triton_reference.py)."""
     script = Path(__file__).with_name("triton_reference.py")
     output = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, timeout=120).stdout
     return json.loads(output)
 
 
 def test_the_gpu_hash_is_sglangs(reference):
-    from tests.sglang_rollout.weight_sync.triton_reference import hashed_tensors
+    from tests.sglang_rollout.engine.weight_sync.triton_reference import hashed_tensors
 
     assert [gpu_tensor_hash(tensor) for tensor in hashed_tensors()] == reference["hashes"]
     assert gpu_tensor_hash(torch.empty(0)) == 0
 
 
 def test_seeded_sampling_on_cpu_draws_the_gpus_noise(reference):
-    from tests.sglang_rollout.weight_sync.triton_reference import murmur_inputs
+    from tests.sglang_rollout.engine.weight_sync.triton_reference import murmur_inputs
 
     spec = importlib.util.spec_from_file_location("cpu_sgl_kernel", PYTHON_PATH / "sgl_kernel" / "__init__.py")
     shim = importlib.util.module_from_spec(spec)
