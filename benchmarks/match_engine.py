@@ -34,9 +34,9 @@ from benchmarks.learner_work import (
     random_learner,
 )
 from conversion.model.architecture import Architecture
+from conversion.model.model_operators import OPERATORS
 from megatron_retool.config import EngineConfig
 from megatron_retool.config.rollout import SamplingConfig
-from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient

@@ -13,7 +13,8 @@ import re
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+"""Where the packages lie: the checkout, or site-packages."""
 _PYTHON = (3, 12)
 _MEGATRON_CORE = (0, 19)
 _NEEDED = ("rich", "omegaconf", "torch", "megatron", "transformers", "run_files")
@@ -22,7 +23,7 @@ _NEEDED = ("rich", "omegaconf", "torch", "megatron", "transformers", "run_files"
 def shipped(name: str) -> Path:
     """Where a file of the repository is that commands read, such as "configs/demo_cpu.yaml": in the checkout, or where
     the wheel put it."""
-    path = _ROOT / name
+    path = ROOT / name
     if not path.exists():
         try:
             files = importlib.metadata.files("megatron-retool") or []
@@ -47,10 +48,10 @@ def require_packages(program: str) -> None:
     old = _what_is_old() if missing is None else None
     if missing is None and old is None:
         return
-    venv = Path(os.environ.get("MEGATRON_RETOOL_VENV", _ROOT / ".venv"))
-    venv = venv if venv.is_absolute() else _ROOT / venv
+    venv = Path(os.environ.get("MEGATRON_RETOOL_VENV", ROOT / ".venv"))
+    venv = venv if venv.is_absolute() else ROOT / venv
     activate = f"source {_shown(venv / 'bin' / 'activate')}"
-    script = _ROOT / "scripts" / "setup.sh"
+    script = ROOT / "scripts" / "setup.sh"
     if not script.exists():
         wrong = f"lacks the package {missing}" if missing else f"has {old}"
         sys.exit(f"error: {sys.executable} {wrong}: install megatron-retool again, with the packages that it needs")

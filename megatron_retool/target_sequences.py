@@ -131,3 +131,16 @@ def _check_array(name: str, value: Any, dtype: type[np.generic]) -> None:
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
         result = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise RequestRefused(f"{name}: is {result}: give an array of {np.dtype(dtype)}")
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The teacher's most probable tokens in place of each of T response tokens, at most K of them.
+
+    Attributes:
+        ids: int32 [T, K]; 0 where there are fewer.
+        log_probs: float32 [T, K]; -inf where there are fewer.
+    """
+
+    ids: npt.NDArray[np.int32]
+    log_probs: npt.NDArray[np.float32]

@@ -34,10 +34,10 @@ from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.engine.base import Engine
 from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.groups import Changes, Group, GroupFactory, Purpose, ScheduledPrompt, unfinished
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import ABORT_REPEAT_SECONDS, InFlight, RequestSettings, RolloutError, Session
 from sglang_rollout.task_agents.agent import TaskAgent, TaskAgents
 from tools.tool import ToolCaller

@@ -19,14 +19,12 @@ from sglang_rollout.engine.base import (
     StopConditions,
 )
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.engine.routed_experts import trusted_rows
 from sglang_rollout.engine.router import Lease, RoutedEngine
-from sglang_rollout.rollout_statistics import RolloutStatistics
 
 MAX_ENGINE_FAILURES = 8
 """Requests of one trajectory that may fail on live engines before the run ends."""
-MAX_EMPTY_ANSWERS = 4
-"""Times in a row that an engine may end a request by itself without a token."""
 ABORT_REPEAT_SECONDS = 0.5
 """A request that is still on its way to the engine is not known there yet: it is aborted again and again."""
 

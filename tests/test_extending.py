@@ -20,9 +20,9 @@ from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advan
 from megatron_retool.algorithms.kl import kl_penalty
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs
 from megatron_retool.algorithms.rollout_correction import correct_responses
+from megatron_retool.cluster.checks import check_extensions
 from megatron_retool.config import Config, ToolsConfig, load_config
 from megatron_retool.data.prompts import PromptSource
-from megatron_retool.loop.checks import check_extensions
 from megatron_retool.registry import Need
 from megatron_retool.rewards.overlong import length_penalties, length_penalty
 from megatron_retool.runs.logger import MetricLogger

@@ -21,7 +21,7 @@ from megatron_retool.runs.peak_memory import peak_memory
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
 from run_files.phases import Phase
 from run_viewer.metric_captions import caption_of
-from sglang_rollout.rollout_statistics import RolloutStatistics
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = (

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from conversion.files.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesError, read_peft_config
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.mapping import Mapping as WeightMapping
+from conversion.model.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesError, read_peft_config
 from run_files.atomic_files import atomic_write, write_text
 from untrusted import quoted
 

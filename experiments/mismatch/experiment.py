@@ -23,7 +23,7 @@ from experiments.mismatch.results import results_table, write_results
 from experiments.mismatch.runs import Run, complete_runs, find_base, is_complete, lock, make_base, make_run
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.interruption import end_when_interrupted, interrupts, run_interruptible
-from megatron_retool.reports.mismatch import write_mismatch_report
+from megatron_retool.parity.mismatch import write_mismatch_report
 from megatron_retool.runs.demo_base import DemoBase
 
 QUICK = (

@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.mismatch.arms import MOE_CONFIG, TWO_TOOLS_CONFIG, Arm, Experiment
+from megatron_retool.commands.stages import Stages, fine_tune
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.interruption import INTERRUPTED, run_stage
-from megatron_retool.pipeline import Stages, fine_tune
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints
 from megatron_retool.runs.demo_base import DemoBase, base_settings
 

@@ -8,28 +8,11 @@ events are these k and one more for all others together (``learner/divergence.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 SMALLEST_REST = 1e-6
 """A smaller probability of all others counts as this: 1 less a sum of float32 numbers is no more exact."""
-
-
-@dataclass(frozen=True)
-class TopTokens:
-    """The teacher's most probable tokens in place of each of T response tokens, at most K of them.
-
-    Attributes:
-        ids: int32 [T, K]; 0 where there are fewer.
-        log_probs: float32 [T, K]; -inf where there are fewer.
-    """
-
-    ids: npt.NDArray[np.int32]
-    log_probs: npt.NDArray[np.float32]
 
 
 def top_tokens_divergence(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

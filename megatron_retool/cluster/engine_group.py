@@ -14,7 +14,6 @@ from typing import Any, cast
 import ray
 from ray.exceptions import ActorUnschedulableError
 
-from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.learner_failures import DEATHS
 from megatron_retool.cluster.placement import Placement, Slot
 from megatron_retool.cluster.runtime import (
@@ -26,6 +25,7 @@ from megatron_retool.cluster.runtime import (
     stop_actors,
 )
 from megatron_retool.config import Config
+from megatron_retool.config.cluster import visible_devices
 from megatron_retool.ports import free_port
 from sglang_rollout.engine.base import EnginePart, EngineServer, PartServer
 from sglang_rollout.engine.configured import make_engine

@@ -14,12 +14,12 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.learner_failures import OutOfStep
 from megatron_retool.cluster.placement import BROADCASTS
 from megatron_retool.cluster.routed_rows import with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.config.cluster import visible_devices
 from megatron_retool.ports import free_port
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.runs.peak_memory import peak_memory

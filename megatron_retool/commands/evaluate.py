@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``evaluate``; the exit status."""
     config = load(options)
     check_paths(config, prompts=["val_files"])  # before the imports, which take seconds
-    from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run
+    from megatron_retool.cluster.checks import check_evaluation, check_extensions, check_model, check_run
 
     check_run(config.trainer, config.learner, config.cluster)
     check_evaluation(config.trainer.run_dir)

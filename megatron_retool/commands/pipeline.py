@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = load_config(path, options.overrides)
     # Before the imports, which take seconds.
     check_paths(config, prompts=("train_files", "val_files"), stages=config.demo.enable)
-    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+    from megatron_retool.cluster.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config.trainer, config.learner, config.cluster)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_named_metrics(config.trainer, config.data, config.rollout)
     if not config.demo.enable:
         check_model(config, learns=True)
-    from megatron_retool.pipeline import run_pipeline
+    from megatron_retool.commands.stages import run_pipeline
 
     with LeaveRequest() as leave, interrupts(), run_lock(config.trainer.run_dir, "pipeline"):
         return run_pipeline(config, path, options.overrides, console, train, leave)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``report mismatch``; the exit status."""
-    from megatron_retool.reports.mismatch import write_mismatch_report
+    from megatron_retool.parity.mismatch import write_mismatch_report
 
     with interrupts():
         page, problems = write_mismatch_report(options.run_dir)

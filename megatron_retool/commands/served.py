@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,7 @@ def served_config(
         EngineStartError: from the block, with a word of how to keep the log.
     """
     from megatron_retool.data.path_checks import check_directory
-    from megatron_retool.serving.source import find_source, with_work_directory
-    from sglang_rollout.engine.base import EngineStartError
+    from megatron_retool.serving.source import find_source, in_temporary_logs, with_work_directory
 
     if options.log_dir is not None:
         check_directory("--log-dir", options.log_dir.absolute())
@@ -69,9 +68,5 @@ def served_config(
         scratch = Path(temporary)
         config = with_exported_model(source.config, scratch / "model", say)
         config = with_work_directory(config, scratch)
-        try:
+        with in_temporary_logs() if options.log_dir is None else nullcontext():
             yield source, config, options.log_dir or scratch / "logs"
-        except EngineStartError as error:
-            if options.log_dir is not None:
-                raise
-            raise EngineStartError(f"{error}\nThat log is temporary: --log-dir DIR keeps it") from error

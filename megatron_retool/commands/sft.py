@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``sft``; the exit status."""
     config = load(options)
     check_paths(config, stages=True)  # before the imports, which take seconds
-    from megatron_retool.loop.checks import check_model, check_run
+    from megatron_retool.cluster.checks import check_model, check_run
 
     check_run(config.trainer, config.learner, config.cluster)
     check_model_path(config.model.path)

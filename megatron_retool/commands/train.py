@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Carry out ``train``; the exit status."""
     config = load(options)
     check_paths(config, prompts=("train_files", "val_files"))  # before the imports, which take seconds
-    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+    from megatron_retool.cluster.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config.trainer, config.learner, config.cluster)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     with naming_the_base(config):
         check_model_path(config.model.path)
         check_model(config, learns=True)
-    from megatron_retool.pipeline import Stages, run_training
+    from megatron_retool.commands.stages import Stages, run_training
 
     with naming_the_base(config), LeaveRequest() as leave, interrupts(), run_lock(config.trainer.run_dir, "train"):
         return run_training(config, Stages(config.trainer.run_dir, console, leave), running.train)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conversion.files.peft_config import PeftFilesError, read_peft_config
 from conversion.model.adapter_map import TARGETS, why_not, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.layout import LayoutError, ParallelLayout
+from conversion.model.model_operators import missing_operators
+from conversion.model.peft_config import PeftFilesError, read_peft_config
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, positive
 from megatron_retool.config.optimizer import OptimizerConfig
 
@@ -456,3 +457,12 @@ class LearnerConfig:
             return layout.for_model(architecture, self.max_tokens_per_micro_batch)
         except LayoutError as error:
             raise ConfigError(str(error)) from error
+
+
+def check_operators(architecture: Architecture) -> None:
+    """Raise ConfigError, with their names, where a model has operators that ``match_engine=exact`` does not know."""
+    if missing := missing_operators(architecture):
+        raise ConfigError(
+            f"learner.match_engine=exact does not know {', '.join(missing)}, which the model ({architecture.family}) "
+            "has: set it to none"
+        )

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conversion.model.architecture import Architecture
 from conversion.model.family import load_families
 from megatron_retool.config.base import ConfigError
 from megatron_retool.registry import ExtensionError
@@ -33,6 +34,14 @@ class ModelConfig:
             load_families(self.families)
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
+
+    def architecture(self) -> Architecture:
+        """What the config.json of ``path``, a directory, says.
+
+        Raises:
+            MalformedConfig, UnsupportedArchitecture: as ``Architecture.from_pretrained``.
+        """
+        return Architecture.from_pretrained(self.path, self.families)
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.data import template_limits
+from megatron_retool import template_limits
 from megatron_retool.errors import InputError
 from untrusted import load_json
 

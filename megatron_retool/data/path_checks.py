@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from conversion.files.safetensors_headers import HFCheckpointError, check_tensors, check_weight_files
-from conversion.model.architecture import Architecture
 from conversion.model.config_reader import MalformedConfig, UnsupportedArchitecture
 from megatron_retool.config import Config, ConfigError, DataConfig, DemoConfig, ModelConfig, SFTConfig
 from megatron_retool.config.model import check_model_path
@@ -75,7 +74,7 @@ def check_model_files(model: ModelConfig) -> None:
     try:
         check_weight_files(model.path)
         if (Path(model.path) / "config.json").is_file():
-            check_tensors(model.path, Architecture.from_pretrained(model.path, model.families))
+            check_tensors(model.path, model.architecture())
     except (HFCheckpointError, MalformedConfig) as error:
         raise ConfigError(f"model.path={model.path}: {error}") from error
     except UnsupportedArchitecture:
@@ -151,9 +150,8 @@ def _read_pairs(sft: SFTConfig, files: Sequence[str]) -> object:
 def _read_scored(model: ModelConfig, files: Sequence[str]) -> object:
     from megatron_retool.data.scored_dataset import read_scored
 
-    directory = Path(model.path)
-    known = (directory / "config.json").is_file()
-    size = Architecture.from_pretrained(directory, model.families).vocab_size if known else 2**31
+    known = (Path(model.path) / "config.json").is_file()
+    size = model.architecture().vocab_size if known else 2**31
     return [read_scored(file, size) for file in files]
 
 

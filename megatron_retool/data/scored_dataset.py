@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.algorithms.top_tokens import TopTokens
 from megatron_retool.data.chat_template import TokenizedConversation
 from megatron_retool.data.files import DataError, data_files, read_table, require_columns
 from megatron_retool.data.sft_dataset import SFTCounts, as_trajectory_batch, fitted
+from megatron_retool.target_sequences import TopTokens
 from megatron_retool.trajectory import TrajectoryBatch
 
 logger = logging.getLogger(__name__)

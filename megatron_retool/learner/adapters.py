@@ -37,11 +37,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
-from conversion.files.peft_config import PeftFilesError
 from conversion.files.peft_files import PeftFiles
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.mapping import Mapping, RowSegment, shard, shard_shape
+from conversion.model.peft_config import PeftFilesError
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError, LoraConfig

@@ -20,9 +20,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from conversion.model.model_operators import OPERATORS
 from conversion.model.rotary import inverse_frequencies
+from megatron_retool.config.learner import check_operators
 from megatron_retool.exact import operators
-from megatron_retool.exact.coverage import OPERATORS, check_operators
 from megatron_retool.learner import exact_gradients
 from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm, SwiGLUMLP
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet, GatedRMSNorm

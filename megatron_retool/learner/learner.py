@@ -23,7 +23,6 @@ from conversion.model import flops
 from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.algorithms.token_losses import bind_token_loss
-from megatron_retool.algorithms.top_tokens import TopTokens
 from megatron_retool.config import ConfigError
 from megatron_retool.config.accumulation import check_accumulation
 from megatron_retool.learner import adapters, data_parallel, parallel
@@ -51,7 +50,14 @@ from megatron_retool.learner.target_batch import TargetBatch, TargetLoss
 from megatron_retool.learner.teacher import last_hidden_states, teacher_of_rows
 from megatron_retool.learner.teacher_loss import TeacherLoss
 from megatron_retool.learner.transformer_engine import watch_attention
-from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
+from megatron_retool.target_sequences import (
+    OptimizerStep,
+    RequestRefused,
+    TargetSequence,
+    TokenLoss,
+    TokenOutputs,
+    TopTokens,
+)
 from megatron_retool.trajectory import TrajectoryBatch
 
 logger = logging.getLogger(__name__)

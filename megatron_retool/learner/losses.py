@@ -18,10 +18,11 @@ from megatron_retool.algorithms.policy_loss import (
     with_own_old_log_probs,
 )
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
-from megatron_retool.algorithms.top_tokens import TopTokens, top_tokens_divergence
+from megatron_retool.algorithms.top_tokens import top_tokens_divergence
 from megatron_retool.learner.micro_batch import MicroBatch
 from megatron_retool.learner.pipeline import reported_once, whole_sequences
 from megatron_retool.registry import Need
+from megatron_retool.target_sequences import TopTokens
 from megatron_retool.trajectory import TrajectoryBatch
 
 FloatArray = npt.NDArray[np.float32]

@@ -25,10 +25,10 @@ from torch.nn import Parameter
 from conversion.files.adapter_checkpoint import record_of
 from conversion.files.directory import publish
 from conversion.files.dist_checkpoint import DistCheckpointError
-from conversion.files.peft_config import PeftFilesError
 from conversion.files.peft_files import PeftFiles, factor_shapes, write_peft
 from conversion.model.adapter_map import factor_mappings, peft_tensor
 from conversion.model.mapping import Mapping, shard
+from conversion.model.peft_config import PeftFilesError
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import LoraConfig
 from megatron_retool.learner import data_parallel

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_retool.loop.code_purpose import Purpose, purpose_of
+from megatron_retool.rewards.code_purpose import Purpose, purpose_of
 from megatron_retool.trajectory import ToolCall, Trajectory
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
 from megatron_retool.errors import OperationError
-from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, rollouts_of
+from megatron_retool.runs.checkpointer import Checkpointer
 from megatron_retool.trajectory import FinishReason, Trajectory
 
 if TYPE_CHECKING:

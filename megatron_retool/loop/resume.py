@@ -13,10 +13,10 @@ from megatron_retool.config import Config, DataConfig, ModelConfig, RolloutConfi
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.config.old_log_probs import expected_updates
 from megatron_retool.errors import InputError
-from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.runs.checkpointer import Checkpointer, Contents
 from megatron_retool.runs.checkpoints import BUFFERED_GROUPS, PAUSED_GROUPS, Checkpoint
 from megatron_retool.runs.weights_checkpoints import weights_checkpoint, weights_checkpoints
 from megatron_retool.trajectory import write_trajectories

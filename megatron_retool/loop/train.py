@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_retool.algorithms.means import mean_metrics
+from megatron_retool.cluster.checks import check_model, check_stored_rollouts
 from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.config.old_log_probs import expected_updates, old_log_probs_source
 from megatron_retool.loop.asynchronous import step_source
-from megatron_retool.loop.checkpointer import Checkpointer
-from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, has_loss, split_mini_batches
 from megatron_retool.loop.faults import (
     LearnerRecovery,
@@ -31,7 +30,6 @@ from megatron_retool.loop.faults import (
 )
 from megatron_retool.loop.fused_update import learn_fused, source_of
 from megatron_retool.loop.metrics import batch_metrics, per_token_metrics, performance_metrics, rollout_metrics
-from megatron_retool.loop.own_metrics import own_metrics
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step, store_times
@@ -39,9 +37,11 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import peak_memory, update_actor, update_critic
 from megatron_retool.loop.validation import validate, validate_after, validate_only
 from megatron_retool.loop.validation_metrics import check_named_metrics
+from megatron_retool.runs.checkpointer import Checkpointer
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.logger import MetricLogger
+from megatron_retool.runs.own_metrics import own_metrics
 from megatron_retool.runs.rollouts import check_rollouts, prepare_rollouts
 from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch

@@ -14,7 +14,6 @@ from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config, SamplingConfig, TrainerConfig
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.metrics import rollout_metrics
-from megatron_retool.loop.own_metrics import own_metrics
 from megatron_retool.loop.samples import print_sample, sample_of
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
@@ -24,6 +23,7 @@ from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metr
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rollout_rows import rollouts_of, whole_rollouts
 from megatron_retool.runs.logger import MetricLogger
+from megatron_retool.runs.own_metrics import own_metrics
 from megatron_retool.runs.progress import progress_line
 from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, write_trajectories

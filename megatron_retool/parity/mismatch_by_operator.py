@@ -22,9 +22,10 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from conversion.model.architecture import Architecture
+from conversion.model.model_operators import operators_of
 from megatron_retool.config import ConfigError, EngineConfig, LearnerConfig, ModelConfig
+from megatron_retool.config.learner import check_operators
 from megatron_retool.config.rollout import SamplingConfig
-from megatron_retool.exact.coverage import check_operators, operators_of
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient

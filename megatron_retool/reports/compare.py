@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_retool.errors import InputError
 from megatron_retool.reports.summary import Summary, summarise
 from megatron_retool.runs.metrics_file import require_rows
-from run_files.settings import ABSENT, differing_settings, flat_settings
+from megatron_retool.runs.stored_settings import stored_settings
+from run_files.settings import ABSENT, differing_settings
 
 
 def compare_runs(run_dirs: Sequence[Path], console: Console) -> None:
@@ -48,26 +46,6 @@ def figures(summaries: Sequence[Summary]) -> dict[str, list[str]]:
 def _names(run_dirs: Sequence[Path]) -> list[str]:
     names = [run_dir.resolve().name for run_dir in run_dirs]
     return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
-
-
-def stored_settings(run_dir: Path) -> dict[str, Any]:
-    """A run's settings by dotted key. They are not checked: a run of another version has other keys.
-
-    Raises:
-        FileNotFoundError: the directory has no config.yaml.
-        ValueError: config.yaml is no YAML, or no mapping.
-    """
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: give directories of runs, as runs/demo")
-    try:
-        settings = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # OmegaConf's and YAML's own, of a foreign file
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{path} cannot be read: {reason}: correct it, or name another run") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} is no mapping of settings: correct it, or name another run")
-    return flat_settings(settings)
 
 
 def _table(title: str, heading: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.loop.code_purpose import Purpose
 from megatron_retool.reports.problems import TABLE, draw_problems
+from megatron_retool.rewards.code_purpose import Purpose
 from megatron_retool.runs.metrics_file import require_rows
 from run_files.atomic_files import write_text
 from run_files.phases import Phase

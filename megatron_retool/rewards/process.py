@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import megatron_retool
 from megatron_retool.config import RewardConfig
+from megatron_retool.installation import ROOT
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.channel import BrokenFrame, Channel
 from megatron_retool.rewards.worker import plain_json
@@ -37,7 +36,7 @@ class WorkerProcess:
         Raises:
             ExtensionError: the process cannot be started, or reports that it cannot load ``reward.function``.
         """
-        root = str(Path(megatron_retool.__file__).resolve().parents[1])
+        root = str(ROOT)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         ours, theirs = socket.socketpair()

@@ -19,18 +19,18 @@ from typing import Any
 
 from code_interpreter.client import CodeInterpreterClient
 from code_interpreter.process import SandboxServerProcess, kept_running
-from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.checks import check_model
 from megatron_retool.config import Config, ConfigError, RolloutConfig
+from megatron_retool.config.cluster import visible_devices
 from megatron_retool.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-from megatron_retool.loop.checks import check_model
 from megatron_retool.machine import nvidia_smi
 from sglang_rollout.engine.base import EngineError, EngineServer
 from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.launch_command import resolve_device
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sampler import PoolSampler
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from tools.code_interpreter_tool import client_of_named_servers
 from tools.registry import ToolRegistry
 

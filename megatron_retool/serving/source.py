@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron_retool.errors import InputError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
+from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.launch_command import CPU_CACHE_TOKENS, RESERVED_TOKENS, resolve_device
 
 _LEVELS_BELOW_A_RUN = 3
@@ -93,6 +95,16 @@ def with_work_directory(config: Config, directory: Path) -> Config:
     """``config`` as that of a run in ``directory``, so that nothing is written into the run that is served."""
     trainer = dataclasses.replace(config.trainer, runs_dir=str(directory), experiment_name="serving")
     return dataclasses.replace(config, trainer=trainer)
+
+
+@contextmanager
+def in_temporary_logs() -> Iterator[None]:
+    """A block in which the logs of engines go with the temporary directory that they lie in: an EngineStartError says
+    how to keep them."""
+    try:
+        yield
+    except EngineStartError as error:
+        raise EngineStartError(f"{error}\nThat log is temporary: --log-dir DIR keeps it") from error
 
 
 def context_length(rollout: RolloutConfig, model: ModelConfig) -> int:

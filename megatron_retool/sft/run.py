@@ -24,7 +24,7 @@ from megatron_retool.data.preference_dataset import PreferenceDataset
 from megatron_retool.data.scored_dataset import ScoredDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
-from megatron_retool.loop.checkpointer import Checkpointer, Contents
+from megatron_retool.runs.checkpointer import Checkpointer, Contents
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
     find_resume_point,

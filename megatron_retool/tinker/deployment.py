@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from megatron_retool.cluster.checks import check_model
 from megatron_retool.cluster.deployment import gather_or_cancel
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_failures import LearnerDied
@@ -19,11 +20,10 @@ from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.cluster.runtime import node_ids, ray_runtime
 from megatron_retool.config import Config, save_config
 from megatron_retool.data.tokenizer import load_tokenizer
-from megatron_retool.loop.checks import check_model
 from megatron_retool.tinker.engine_sampler import EngineSampler
 from megatron_retool.tinker.settings import finds_texts
 from sglang_rollout.engine.pool import EnginePool
-from sglang_rollout.rollout_statistics import RolloutStatistics
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 
 FATAL = (LearnerDied,)
 """After these the learner cannot be asked again."""

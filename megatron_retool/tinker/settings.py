@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError, LearnerConfig, ModelConfig, TinkerConfig, validate
 from megatron_retool.config.accumulation import check_runs
 from megatron_retool.data.tokenizer import TOKENIZER_FILES
@@ -39,7 +38,7 @@ def server_config(config: Config, directory: Path) -> Config:
         )
     lora = learner.lora if learner.lora.rank else dataclasses.replace(learner.lora, rank=RANK)
     targets = [each for each in lora.targets if each != "experts"]
-    architecture = Architecture.from_pretrained(config.model.path, config.model.families)
+    architecture = config.model.architecture()
     if "experts" in lora.targets and architecture.is_moe:
         raise ConfigError(
             "learner.lora.targets names experts, whose adapters the engines do not load: set it to [attention, mlp]"
@@ -71,7 +70,7 @@ def served_model(
         on_this_machine: clients see this machine's directories.
     """
     path = Path(model.path)
-    architecture = Architecture.from_pretrained(path, model.families)
+    architecture = model.architecture()
     names = tuple(dict.fromkeys((*tinker.names, name)))
     tokenizer = Path(model.tokenizer_path or path)
     return ServedModel(

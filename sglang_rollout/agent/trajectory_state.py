@@ -15,6 +15,9 @@ from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
 
+MAX_EMPTY_ANSWERS = 4
+"""Times in a row that an engine may end a request by itself without a token."""
+
 
 @dataclass
 class TrajectoryState:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_retool.data import template_limits
+from megatron_retool import template_limits
 from megatron_retool.errors import InputError
 from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
 from untrusted import without_surrogates

@@ -18,11 +18,11 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import engine_class
+from conversion.model.model_operators import operators_of
 from conversion.model.rotary import inverse_frequencies, softmax_scale
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.cuda_toolkit import cuda_environment, has_driver
-from megatron_retool.exact.coverage import operators_of
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EnginePart, EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS

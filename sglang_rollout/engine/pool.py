@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from megatron_retool.config import RolloutConfig
 from megatron_retool.errors import OperationError
 from sglang_rollout.engine.base import Engine
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.engine.router import RoutedEngine, Router
-from sglang_rollout.rollout_statistics import RolloutStatistics
 
 RETIRE_SECONDS = 20.0
 """How long requests of an engine that is to go may take to end after they were aborted; then they fail."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
+from conversion.model.model_operators import OPERATORS
 from megatron_retool.config import Config, EngineConfig
-from megatron_retool.exact.coverage import OPERATORS
 from sglang_rollout.engine.base import EngineClientError, EnginePart, WeightSync
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name

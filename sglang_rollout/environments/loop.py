@@ -27,14 +27,13 @@ from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.chosen_format import parsed_calls
 from sglang_rollout.agent.long_texts import by_size
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, row_of
-from sglang_rollout.agent.trajectory_state import TrajectoryState
+from sglang_rollout.agent.trajectory_state import MAX_EMPTY_ANSWERS, TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.environments.base import Action, Call, Environment, Message, environments
 from sglang_rollout.environments.episode import EnvironmentFailure, Episode
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.text_size import characters
-from sglang_rollout.session import MAX_EMPTY_ANSWERS
 from sglang_rollout.task_agents.outcome import AgentEnd
 from tools.arguments import typed_arguments
 from tools.registry import refused

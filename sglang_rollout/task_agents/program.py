@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megatron_retool
+from megatron_retool.installation import ROOT
 from megatron_retool.rewards.worker import plain_json
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from sglang_rollout.task_agents.client import ClientSettings
@@ -82,7 +82,7 @@ async def run_program(
 
 # The program's own PYTHONPATH stays as it is.
 _LAUNCH = (
-    f"import sys; sys.path.insert(0, {str(Path(megatron_retool.__file__).resolve().parents[1])!r}); "
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     "from sglang_rollout.task_agents.launch import main; sys.exit(main(sys.argv[1:]))"
 )
 

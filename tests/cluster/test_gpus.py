@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_retool.cluster import engine_group, learner_worker
-from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.config.cluster import visible_devices
 from megatron_retool.registry import ExtensionError
 from sglang_rollout.engine import sglang_engine
 from sglang_rollout.engine.configured import check_engine

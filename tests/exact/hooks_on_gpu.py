@@ -22,7 +22,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from megatron_retool.exact.coverage import OPERATORS
+        from conversion.model.model_operators import OPERATORS
         from sglang_rollout.engine.exact_plugin import exact_operators
 
         os.environ[exact_operators.VARIABLE] = json.dumps({"operators": list(OPERATORS)})

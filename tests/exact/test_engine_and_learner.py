@@ -17,10 +17,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from conversion.model.architecture import Architecture
+from conversion.model.model_operators import OPERATORS
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, EngineConfig, LearnerConfig
 from megatron_retool.config.rollout import SamplingConfig
-from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.parity.admission import requests as admission_requests
 from megatron_retool.parity.admission.requests import shrunk_config
 from megatron_retool.parity.admission.tiny_model import random_model, save_model

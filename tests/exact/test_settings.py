@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.exact.coverage import check_operators
+from megatron_retool.config.learner import check_operators
 from megatron_retool.planning.models import model_of_each_family, preset
 
 EXACT = ("learner.match_engine=exact", "rollout.engine.dtype=bfloat16")

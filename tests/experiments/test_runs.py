@@ -12,8 +12,8 @@ from rich.console import Console
 from experiments.mismatch import collapse_search_dense, experiment, ppo_and_arpo, results, runs, where_it_lives
 from experiments.mismatch.arms import Arm, Experiment
 from experiments.mismatch.runs import Run
+from megatron_retool.commands.stages import Stages
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.pipeline import Stages
 from megatron_retool.trajectory import FinishReason, Trajectory, write_trajectories
 
 BASE_PARTS = ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore")

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_retool.algorithms.top_tokens import TopTokens, top_tokens_divergence
+from megatron_retool.algorithms.top_tokens import top_tokens_divergence
 from megatron_retool.config import Config, ModelConfig, OptimizerConfig
 from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
+from megatron_retool.target_sequences import TopTokens
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.test_divergence import LAYOUTS, PAIRS, plain

@@ -17,11 +17,11 @@ from rich.console import Console
 from megatron_retool.config import Config, ConfigError, EarlyStoppingConfig, load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop import validation
-from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.early_stopping import EarlyStopping, judge
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.resume import announce_resume
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.runs.checkpointer import Checkpointer
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config, load_config
-from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_module
-from megatron_retool.loop.checkpointer import Checkpointer, Contents
+from megatron_retool.runs import checkpointer as checkpointer_module
+from megatron_retool.runs.checkpointer import Checkpointer, Contents
 from megatron_retool.runs.checkpoints import SaveError, checkpoint_workspace, complete_checkpoints
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints

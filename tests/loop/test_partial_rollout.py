@@ -14,10 +14,10 @@ from rich.console import Console
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
 from megatron_retool.data.prompts import PromptSource
-from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected, collect_groups
 from megatron_retool.loop.resume import contents_after, restore
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.runs.checkpointer import Checkpointer
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.paused_groups import read_paused_groups

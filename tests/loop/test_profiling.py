@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatron_retool.cluster.checks import check_profiler
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.loop.checks import check_profiler
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.runs.profile_table import OperatorTime, RankProfile
 from megatron_retool.runs.step_timer import StepTimer

@@ -28,7 +28,7 @@ from megatron_retool.loop.train import learn
 from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import FinishReason, Trajectory
 from run_files.steps import read_estimates
-from sglang_rollout.rollout_statistics import RolloutStatistics
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 
 
 def test_the_run_ends_after_so_many_in_a_row_and_names_the_reasons() -> None:

@@ -16,12 +16,12 @@ from rich.console import Console
 
 import megatron_retool.runs.event_file  # noqa: F401  (the same)
 from megatron_retool.config import Config, load_config
-from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop import validation as validation_module
-from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.runs import checkpointer as checkpointer_module
+from megatron_retool.runs.checkpointer import Checkpointer
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point, remove_unfinished
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics

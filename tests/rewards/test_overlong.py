@@ -1,7 +1,7 @@
 import pytest
 
+from megatron_retool.cluster.checks import check_extensions
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.loop.checks import check_extensions
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.rewards.overlong import length_penalties, length_penalty, piecewise_penalty, soft_punishment

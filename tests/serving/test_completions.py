@@ -18,11 +18,11 @@ from megatron_retool.config import MultiTurnConfig, SamplingConfig, load_config
 from megatron_retool.serving.front import OpenDoor
 from sglang_rollout.engine.configured import make_engine
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway import completions
 from sglang_rollout.gateway.api import MAX_PROMPTS_BYTES
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.gateway.server import Gateway
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from tests.serving.scripted_model import Script
 from tests.serving.table_policy import SETTINGS
 from tests.sglang_rollout.agent.markov_policy import ANSWER, WORD

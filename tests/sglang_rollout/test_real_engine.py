@@ -36,6 +36,7 @@ from sglang_rollout.engine.base import EngineFailed, EngineRejected, GenerateReq
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.engine.sglang_engine import SGLangEngine
 from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.engine.weight_sync import distributed
@@ -47,7 +48,6 @@ from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import RolloutError
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model

@@ -22,7 +22,7 @@ from sglang_rollout.engine.base import (
     StopConditions,
 )
 from sglang_rollout.engine.pool import EnginePool
-from sglang_rollout.rollout_statistics import RolloutStatistics
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 
 PROMPT = np.array([5, 6, 7, 8])
 

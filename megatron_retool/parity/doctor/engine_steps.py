@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from conversion.model.model_operators import OPERATORS
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixed_text
 from megatron_retool.config import Config, ModelConfig, RolloutConfig, SamplingConfig
-from megatron_retool.exact.coverage import OPERATORS
+from megatron_retool.config.cluster import visible_devices
 from megatron_retool.parity.doctor import model
 from megatron_retool.parity.doctor.learner_steps import learner_config, make_learner
 from megatron_retool.parity.doctor.outcome import Skipped, StepFailed, StepFigure

@@ -43,7 +43,7 @@ def _settings() -> dict[str, Any]:
 
 @functools.cache
 def exchanged() -> frozenset[str]:
-    """The operators of ``exact.coverage.OPERATORS`` that this engine computes as the learner does."""
+    """The operators of ``model_operators.OPERATORS`` that this engine computes as the learner does."""
     return frozenset(_settings()["operators"])
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conversion.files.peft_config import PeftConfig, PeftFilesError, read_peft_config
 from conversion.files.peft_files import PeftFiles, factor_shapes, write_peft
 from conversion.model.adapter_map import TARGETS, factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
+from conversion.model.peft_config import PeftConfig, PeftFilesError, read_peft_config
 from conversion.model.weight_map import WeightMap
 from tests.learner.tiny_models import hf_model
 
@@ -61,7 +61,7 @@ def test_the_configuration_is_read_without_torch(tmp_path: Path) -> None:
     _written("qwen3", tmp_path / "adapter")
     assert read_peft_config(tmp_path / "adapter") == PeftConfig(RANK, 6.5)
     program = (
-        "import sys; from conversion.files.peft_config import read_peft_config; "
+        "import sys; from conversion.model.peft_config import read_peft_config; "
         f"read_peft_config({str(tmp_path / 'adapter')!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])

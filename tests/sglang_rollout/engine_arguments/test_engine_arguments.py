@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
+from conversion.model.model_operators import OPERATORS
 from megatron_retool.config import Config, load_config
-from megatron_retool.exact.coverage import OPERATORS
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, Machines
 from megatron_retool.planning.models import MODELS, resolve_architecture

@@ -270,7 +270,7 @@ async def run(task, client):
 CHECKED = """
 import sys
 from megatron_retool.config import load_config
-from megatron_retool.loop.checks import check_extensions
+from megatron_retool.cluster.checks import check_extensions
 from sglang_rollout.agent.agents import agents
 
 config = load_config(None, [f"rollout.agent={sys.argv[1]}:run"])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_retool.config import RolloutConfig
 from sglang_rollout.engine.base import EngineUnavailable, GenerateResult
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from tests.sglang_rollout.agent.markov_policy import CALL, WORD, WORDS, single
 
 DEEDS = ("go on", "go on", "two at once", "cut", "cut and again", "sync", "sync and cut")

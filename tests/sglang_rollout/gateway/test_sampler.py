@@ -12,10 +12,10 @@ from megatron_retool.config import RolloutConfig
 from megatron_retool.routed_experts import missing_rows
 from sglang_rollout.engine.base import EngineUnavailable, GenerateResult
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
-from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import RolloutError
 
 LENGTH = 30

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from conversion.model.mapping import HFPart
 from conversion.model.weight_map import WeightMap
+from megatron_retool.cluster.checks import check_model
 from megatron_retool.config import ConfigError, EngineConfig, load_config
-from megatron_retool.loop.checks import check_model
 from megatron_retool.parity.admission.engine_checks import published
 from megatron_retool.parity.admission.requests import architecture_of, one_of_each_family, shrunk_config
 from megatron_retool.parity.admission.tiny_model import random_batch, random_model, save_model

@@ -25,6 +25,7 @@ from rich.console import Console
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, DemoConfig, LoraConfig, ModelConfig, TrainerConfig, load_config
 from megatron_retool.errors import OperationError
+from megatron_retool.installation import ROOT
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.run_page import write_report
 from megatron_retool.reports.summary import summarise
@@ -35,7 +36,6 @@ from megatron_retool.runs.metrics_file import read_metrics
 from run_files import PIPELINE_FILE
 from run_files.atomic_files import write_text
 
-ROOT = Path(__file__).parents[1]
 Train = Callable[[Config, Console, LeaveRequest], int]
 
 

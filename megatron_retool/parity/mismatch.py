@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
 from megatron_retool.errors import InputError
-from megatron_retool.reports.compare import stored_settings
+from megatron_retool.runs.stored_settings import stored_settings
 from megatron_retool.trajectory import read_trajectories
 from run_files import check_run_directory
 from run_files.atomic_files import write_text

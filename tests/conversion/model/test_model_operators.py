@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conversion.model.architecture import Architecture
-from megatron_retool.exact.coverage import OPERATORS, missing_operators, operators_of
+from conversion.model.model_operators import OPERATORS, missing_operators, operators_of
 from megatron_retool.planning.models import MODELS
 
 

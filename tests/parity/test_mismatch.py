@@ -5,7 +5,7 @@ import pytest
 
 from megatron_retool.config import load_config, save_config
 from megatron_retool.loop.rollout_files import write_estimates
-from megatron_retool.reports.mismatch import (
+from megatron_retool.parity.mismatch import (
     log_perplexities,
     mismatch_statistics,
     read_sample,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.loop.code_purpose import Purpose, purpose_of
+from megatron_retool.rewards.code_purpose import Purpose, purpose_of
 
 EXAMPLES = {
     Purpose.CALCULATION: [

@@ -13,9 +13,9 @@ import pytest
 import torch  # noqa: F401 (importing it starts a program, which FakeCommands would take for a stage)
 from rich.console import Console
 
-from megatron_retool import pipeline
+from megatron_retool.commands import stages as stages_module
+from megatron_retool.commands.stages import Stages, run_pipeline, run_training
 from megatron_retool.config import ConfigError, LoraConfig, load_config
-from megatron_retool.pipeline import Stages, run_pipeline, run_training
 from megatron_retool.reports.run_page import RunReport
 from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import (
@@ -118,7 +118,7 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
     config_file.write_text(f"demo: {{enable: true}}\ntrainer: {{runs_dir: {tmp_path}, experiment_name: e}}\n")
     commands = FakeCommands(tmp_path / "e")
     monkeypatch.setattr(subprocess, "Popen", commands.start)
-    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: RunReport(Path("report"), []))
+    monkeypatch.setattr(stages_module, "write_report", lambda *_, **__: RunReport(Path("report"), []))
 
     def run(total_steps):
         overrides = [f"trainer.total_steps={total_steps}", f"model.path={tmp_path / 'model'}"]
@@ -181,7 +181,7 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
     """A run that is not the demo's too: export, report and summary, each of them or none."""
     made = []
     monkeypatch.setattr(
-        pipeline, "write_report", lambda *_, **__: made.append("report") or RunReport(Path("report"), [])
+        stages_module, "write_report", lambda *_, **__: made.append("report") or RunReport(Path("report"), [])
     )
     monkeypatch.setattr(Summary, "print", lambda *_: made.append("summary"))
     for name, wanted in (("all", "[export,report,summary]"), ("none", "[]"), ("report", "[report]")):
@@ -203,7 +203,7 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
 
 def test_the_base_is_trained_whole_whatever_the_run_does():
     with_adapters = ["learner.lora.rank=8", "learner.lora.targets=[attention]", "learner.lora.sync=adapter"]
-    assert load_config(None, [*with_adapters, *pipeline._whole_model()]).learner.lora == LoraConfig()
+    assert load_config(None, [*with_adapters, *stages_module._whole_model()]).learner.lora == LoraConfig()
 
 
 def test_single_commands_of_the_demo_find_the_base_too(tmp_path):

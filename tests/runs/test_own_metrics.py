@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.loop.own_metrics import _made_up, check_own_metrics, own_metrics
+from megatron_retool.runs.own_metrics import _made_up, check_own_metrics, own_metrics
 
 FUNCTIONS = """
 import numpy as np

@@ -1,10 +1,9 @@
-"""Which models ``operators`` covers; for every process that judges a configuration, so without numba."""
+"""Operators of a model, and which of them ``learner.match_engine=exact`` knows."""
 
 from __future__ import annotations
 
 from conversion.model.architecture import Architecture
 from conversion.model.rotary import query_factor
-from megatron_retool.config import ConfigError
 
 OPERATORS = (
     "embedding", "norm", "qkv", "rotary", "attention", "delta_net", "mamba", "attention_output", "mlp_up",
@@ -28,15 +27,6 @@ def operators_of(architecture: Architecture) -> tuple[str, ...]:
     if architecture.mamba is None:
         absent.add("mamba")
     return tuple(each for each in OPERATORS if each not in absent)
-
-
-def check_operators(architecture: Architecture) -> None:
-    """Raise ConfigError, with their names, where a model has operators that ``operators`` has not."""
-    if missing := missing_operators(architecture):
-        raise ConfigError(
-            f"learner.match_engine=exact does not know {', '.join(missing)}, which the model ({architecture.family}) "
-            "has: set it to none"
-        )
 
 
 def missing_operators(architecture: Architecture) -> list[str]:

@@ -7,7 +7,7 @@ import time
 import pytest
 from transformers.utils import chat_template_utils
 
-from megatron_retool.data import template_limits
+from megatron_retool import template_limits
 from megatron_retool.data.chat_template import ChatTemplateError, render
 
 QUESTION = [{"role": "user", "content": "question"}]

@@ -10,10 +10,9 @@ from pathlib import Path
 from conversion.files.checksums import CHECKPOINT_NAME
 from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
-from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ClusterConfig, Config, ConfigError, LearnerConfig, RolloutConfig, TrainerConfig
-from megatron_retool.exact.coverage import check_operators
+from megatron_retool.config.learner import check_operators
 from megatron_retool.runs.loggers import check_loggers
 from megatron_retool.runs.metrics_file import read_metrics
 from run_files.parquet_files import damage_named
@@ -88,7 +87,7 @@ def check_model(config: Config, *, learns: bool) -> None:
             )
         raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json{cure}")
     check_served_model(config)
-    architecture = Architecture.from_pretrained(directory, config.model.families) if learns else None
+    architecture = config.model.architecture() if learns else None
     try:
         check_weights_are_there(directory)
     except HFCheckpointError as error:
@@ -175,8 +174,8 @@ def check_extensions(config: Config) -> None:
             use. The message names the key, the object and the cure.
     """
     # Their modules take longer to import than everything that is checked above.
-    from megatron_retool.loop.own_metrics import check_own_metrics
     from megatron_retool.rewards.manager import added_to_reward, check_reward
+    from megatron_retool.runs.own_metrics import check_own_metrics
     from sglang_rollout.agent.agents import BUILT_IN, check_agent
     from sglang_rollout.agent.chosen_format import check_format
     from sglang_rollout.engine.configured import check_engine

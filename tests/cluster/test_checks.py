@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_retool.cluster.checks import check_extensions, check_model, check_run
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.config.model import check_model_path
-from megatron_retool.loop.checks import check_extensions, check_model, check_run
 from tests.parity.admission.variants import PHI_4_MINI
 
 MODEL = Path(__file__).parents[1] / "sglang_rollout" / "traced_model"
