@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -27,25 +28,28 @@ def compare(cases: list[Case], directory: Path) -> dict[str, comparison.Found]:
     return {case.name: comparison.compare(case, directory) for case in cases}
 
 
+rare = functools.partial(pytest.param, marks=pytest.mark.rare)
+
+
 @pytest.mark.parametrize(
     "family",
     [
         "qwen2",
         "qwen3",
         "qwen3_moe",
-        "deepseek-v2",
+        rare("deepseek-v2"),
         "deepseek-v3",
-        "glm-4.5",
-        "olmo-2-32b",
-        "qwen1.5-moe-a2.7b",
+        rare("glm-4.5"),
+        rare("olmo-2-32b"),
+        rare("qwen1.5-moe-a2.7b"),
         "olmo-3-7b",
         "qwen3.5-9b",
         "qwen3-next-80b-a3b",
         "gemma-3-1b",
-        "ministral-3-8b",
+        rare("ministral-3-8b"),
         "ernie-4.5-0.3b",
-        "granite-3.2-2b",
-        "granite-3.1-1b-a400m",
+        rare("granite-3.2-2b"),
+        rare("granite-3.1-1b-a400m"),
         "granite-4.0-h-tiny",
     ],
 )

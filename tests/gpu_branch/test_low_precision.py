@@ -111,7 +111,6 @@ SAME = {
     ),
     "qwen3_moe": (
         "learner.recompute.granularity=full",
-        "learner.recompute.modules=[moe_act,layernorm]",
         "learner.recompute.modules=[moe]",
     ),
     "deepseek_v3": ("learner.recompute.granularity=full", "learner.recompute.modules=[layernorm,moe_act]"),

@@ -62,7 +62,7 @@ def test_forked_process_never_reaches_its_callers_finally(error: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["rlimits", "bubblewrap"])
+@pytest.mark.parametrize("isolation", [pytest.param("rlimits", marks=pytest.mark.rare), "bubblewrap"])
 def test_worker_that_wakes_after_it_was_given_up(isolation: str) -> None:
     with running(isolation, workers=1, wrapper=as_ordinary_user()) as sandbox:
         sandbox.check_alive()
