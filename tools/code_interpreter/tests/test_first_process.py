@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from sandboxes import start
 
-from code_interpreter import first_process
+from code_interpreter import filesystem, first_process
+from code_interpreter.protocol import Outcome
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"], ids=["end", "byte"])
@@ -36,3 +39,36 @@ def test_nothing_is_written_for_an_unknown_machine(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     first_process.write_program(str(tmp_path / "program"))
     assert not list(tmp_path.iterdir())
+
+
+_WITHOUT_PROGRAM = """
+import asyncio, runpy, sys
+
+warden = '''
+import runpy, sys
+from code_interpreter import first_process
+first_process._CODE.clear()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
+start = asyncio.create_subprocess_exec
+asyncio.create_subprocess_exec = lambda *command, **more: start(*command[:3], "-c", warden, *command[3:], **more)
+del sys.argv[: sys.argv.index("-m") + 1]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+"""Runs the server that follows it on a command line, whose machine has no program."""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fork_takes_its_place_on_an_unknown_machine(known: bool) -> None:
+    wrapper = () if known else (sys.executable, "-c", _WITHOUT_PROGRAM)
+    sandbox = start("namespaces", workers=1, wrapper=wrapper)
+    try:
+        code = f"import os\nprint(os.path.exists({filesystem.FIRST_PROCESS!r}), os.getpid(), os.path.exists('/proc/1'))"
+        for _ in range(2):
+            assert sandbox.run(code).stdout == f"{known} 2 True\n"
+        ended = sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        assert (ended.outcome, ended.return_code) == (Outcome.FINISHED, -9), ended
+        sandbox.check_alive()
+    finally:
+        sandbox.process.stop()
