@@ -18,7 +18,7 @@ class ConfigError(InputError):
 def check_named(key: str, target: str, known: Collection[str]) -> None:
     """Raise ConfigError where ``target`` is neither one of ``known`` nor of the form of one's own; nothing is imported.
 
-    One's own is loaded where it is tried (``loop.checks.check_extensions``).
+    One's own is loaded where it is tried (``cluster.checks.check_extensions``).
     """
     if target not in known and ":" not in target:
         try:
