@@ -132,7 +132,7 @@ class LearnerGroup:
         return taken
 
     async def peak_memory(self) -> dict[str, float]:
-        """``monitor.memory.peak_memory`` of the rank that has the most of each, in GiB."""
+        """``runs.peak_memory`` of the rank that has the most of each, in GiB."""
         ranks = await self._on_all_ranks(LearnerWorker.peak_memory)
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 

@@ -74,7 +74,7 @@ async def update_critic(
 
 
 async def peak_memory(*groups: LearnerGroup | None) -> dict[str, float]:
-    """perf/max_*_gb of learner and critic (with /critic behind it): see ``monitor.memory.peak_memory``."""
+    """perf/max_*_gb of learner and critic (with /critic behind it): see ``runs.peak_memory``."""
     return {
         f"perf/{name}{'' if group.role == 'learner' else '/' + group.role}": value
         for group in groups

@@ -19,7 +19,7 @@ from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 from run_files.phases import VALIDATION_PREFIXES
 
 BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
-"""How the names of ``monitor.metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""
+"""How the names of ``metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""
 
 ALL = "all"
 """The data source that stands for all of them."""

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl (always the record), the console, and the services of ``monitor.loggers``.
+"""Where metrics go: metrics.jsonl (always the record), the console, and the services of ``runs.loggers``.
 
 One call, ``MetricLogger.log(step, metrics)``, writes one JSON object per step. A resumed run appends; rows of steps
 that the run is about to repeat are dropped first, so that the file has one row per step. Rows that the disk has no room
@@ -58,7 +58,7 @@ class MetricLogger:
 
     Args:
         run_dir: runs/<experiment_name>; metrics.jsonl, tensorboard/ and what other loggers keep are made in it.
-        loggers: console, jsonl, names of ``monitor.loggers``, or own classes.
+        loggers: console, jsonl, names of ``runs.loggers``, or own classes.
         first_step: rows of metrics.jsonl from this step on are removed (the run repeats those steps after a resume).
         console: where the step table is printed.
         config: of the whole run, for the loggers that show it.

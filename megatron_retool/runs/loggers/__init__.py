@@ -24,7 +24,7 @@ from megatron_retool.registry import Extension, ExtensionError, Registry
 from run_files.atomic_files import write_text
 
 OWN = ("console", "jsonl")
-"""Loggers that ``monitor.logger`` itself is."""
+"""Loggers that ``runs.logger`` itself is."""
 
 PACKAGES = {
     "wandb": ("wandb", "wandb"),
