@@ -206,7 +206,7 @@ async def compare(one_round: Round, tokenizer: Any, options: argparse.Namespace)
 
 
 def main() -> None:
-    from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+    from tests.kit.markov_policy import build_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000)

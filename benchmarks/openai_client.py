@@ -38,8 +38,8 @@ from megatron_retool.data.chat_template import render
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.gateway import shortcut
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent import markov_policy as policy
-from tests.sglang_rollout.scripted import Counter, Prompt, ScriptedTools
+from tests.kit import markov_policy as policy
+from tests.kit.scripted import Counter, Prompt, ScriptedTools
 
 ROOT = Path(__file__).resolve().parents[1]
 GATEWAY_CLIENT = f"rollout.agent={ROOT}/examples/run_tools_agent.py:run"

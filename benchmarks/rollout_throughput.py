@@ -31,8 +31,8 @@ from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent.markov_policy import CALL, Table, build_tokenizer, save, table_model
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit.markov_policy import CALL, Table, build_tokenizer, save, table_model
+from tests.kit.scripted import Prompt, ScriptedTools
 
 # Turns of about 35 tokens; half of them end with a tool call.
 POLICY: Table = {

@@ -32,7 +32,7 @@ from sglang_rollout.engine.base import GenerateRequest
 from sglang_rollout.engine.configured import make_engine
 from tests.conversion.conftest import save_tokenizer
 from tests.extending_page import PAGE, snippets, write_snippets
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 from tests.tools.search.conftest import Service
 from tools.registry import ToolRegistry
 from tools.tool import ToolResult, TrajectoryInfo

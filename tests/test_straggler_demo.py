@@ -16,8 +16,8 @@ from sglang_rollout.agent.agents import check_agent
 from sglang_rollout.agent.loop import AgentSetup
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, build_tokenizer
-from tests.sglang_rollout.scripted import ScriptedTools
+from tests.kit.markov_policy import ANSWER, CALL, build_tokenizer
+from tests.kit.scripted import ScriptedTools
 
 END = "<|im_end|>"
 

@@ -17,7 +17,7 @@ from megatron_retool.data.prompts import PromptRow, PromptSource
 from megatron_retool.rewards.manager import RewardManager
 from sglang_rollout.agent.tool_call_formats import HermesFormat
 from sglang_rollout.agent.turn_glue import TurnGlue
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, build_tokenizer
+from tests.kit.markov_policy import ANSWER, CALL, build_tokenizer
 from tools.registry import ToolRegistry
 
 CONFIG = trl_grpo.ROOT / "configs" / "demo_cpu.yaml"

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from megatron_retool.__main__ import main
-from tests.processes import is_alive
+from tests.kit.processes import is_alive
 
 SECONDS = 5.0
 Refused = Callable[..., str]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.processes import is_alive
+from tests.kit.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_CAMPAIGN_RUN"

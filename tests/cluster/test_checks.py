@@ -8,9 +8,9 @@ import pytest
 from megatron_retool.cluster.checks import check_extensions, check_model, check_run
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.config.model import check_model_path
-from tests.parity.admission.variants import PHI_4_MINI
+from tests.kit.model_variants import PHI_4_MINI
 
-MODEL = Path(__file__).parents[1] / "sglang_rollout" / "traced_model"
+MODEL = Path(__file__).parents[1] / "kit" / "traced_model"
 CONFIGS = Path(__file__).parents[2] / "configs"
 TWO_TOOLS = CONFIGS / "demo_two_tools_cpu.yaml"
 

@@ -24,7 +24,7 @@ from megatron_retool.config import load_config
 from megatron_retool.runs.step_timer import StepTimer
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.weight_sync.push import make_weight_sync
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -20,8 +20,8 @@ from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.parity.admission.tiny_model import save_model
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TokenLoss
-from tests.learner.adapter_reference import small_model
-from tests.learner.target_reference import CROSS_ENTROPY, PAIRS, random_sequences
+from tests.kit.adapter_reference import small_model
+from tests.kit.target_reference import CROSS_ENTROPY, PAIRS, random_sequences
 from tests.loop.test_learner_recovery import answer, group_of, raised_in_actor
 
 SEQUENCES = random_sequences(PAIRS, 1)

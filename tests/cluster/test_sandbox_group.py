@@ -26,7 +26,7 @@ from megatron_retool.cluster.runtime import node_address, node_ids
 from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.config import Config, load_config
 from megatron_retool.ports import free_port
-from tests.processes import is_alive
+from tests.kit.processes import is_alive
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_retool.parity.admission.shrink import VOCAB_SIZE
-from tests.learner.tiny_models import FAMILIES, hf_model
+from tests.kit.tiny_models import FAMILIES, hf_model
 
 BLOCKS = {
     "hidden_size": 128,

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 from tests.end_to_end.conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
-from tests.processes import descendants_named
+from tests.kit.processes import descendants_named
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -29,8 +29,8 @@ from megatron_retool.planning.models import MODELS
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
-from tests.forked_engine import ForkedServer
-from tests.learner.tiny_models import hf_model
+from tests.kit.forked_engine import ForkedServer
+from tests.kit.tiny_models import hf_model
 
 TEMPERATURE = 0.7
 TURNS = ((5, 30), (9, 12), (21, 40), (3, 7), (33, 25), (40, 1), (2, 60), (17, 17))

@@ -14,7 +14,7 @@ from megatron_retool.parity.admission.requests import Request, shrunk_config
 from megatron_retool.parity.admission.tiny_model import random_model, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.models import MODELS
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 CASES = [
     Case("one process", 1, {"match_engine": "exact"}),

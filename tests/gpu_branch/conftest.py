@@ -18,7 +18,7 @@ import torch
 from megatron_retool.parity.admission.tiny_model import save_model
 from megatron_retool.parity.ranks import run_ranks
 from tests.gpu_branch import device_kernels, fake_device
-from tests.learner.adapter_reference import small_model
+from tests.kit.adapter_reference import small_model
 from tests.learner.transformer_engine import kernels
 
 Run = Callable[..., Any]

@@ -12,7 +12,7 @@ from megatron_retool.target_sequences import OptimizerStep
 from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
 from tests.gpu_branch.test_phases import AWARE, OPTIMIZER, _learner
-from tests.learner.target_reference import CROSS_ENTROPY, GSPO, PAIRS, PPO, WIDTHS, random_sequences
+from tests.kit.target_reference import CROSS_ENTROPY, GSPO, PAIRS, PPO, WIDTHS, random_sequences
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),

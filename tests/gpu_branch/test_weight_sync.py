@@ -24,7 +24,7 @@ from sglang_rollout.engine.weight_sync import engine_classes
 from sglang_rollout.engine.weight_sync.engine_classes import Load
 from sglang_rollout.engine.weight_sync.quantization import Fp8
 from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 IPC = Path(__file__).with_name("ipc")
 GPUS_OF_ENGINES = (("GPU-2", "GPU-3", "GPU-0"), ("GPU-1",))

@@ -16,8 +16,8 @@ from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP, VP
 from megatron_retool.parity.admission.tiny_model import random_batch
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss
-from tests.learner.adapter_reference import LENGTHS, SETTINGS, gather_factors, set_factors, small_model
-from tests.learner.target_reference import (
+from tests.kit.adapter_reference import LENGTHS, SETTINGS, gather_factors, set_factors, small_model
+from tests.kit.target_reference import (
     CROSS_ENTROPY,
     GSPO,
     PAIRS,

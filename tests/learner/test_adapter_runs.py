@@ -19,8 +19,8 @@ from megatron_retool.config import Config, ConfigError, LearnerConfig, LoraConfi
 from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TokenOutputs
-from tests.learner.adapter_reference import gather_factors, small_model
-from tests.learner.target_reference import CROSS_ENTROPY, PAIRS, PPO, random_sequences, target_log_probs
+from tests.kit.adapter_reference import gather_factors, small_model
+from tests.kit.target_reference import CROSS_ENTROPY, PAIRS, PPO, random_sequences, target_log_probs
 
 SLOT = 4
 RUNS = {"one": (4, 8.0, 3), "two": (4, 32.0, 5), "small": (2, 8.0, 3)}

@@ -17,7 +17,7 @@ from megatron_retool.config import Config, LearnerConfig, ModelConfig, Optimizer
 from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.runs.checkpoints import SaveError
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 TP, SP, PP, VPP, EP, ETP = (
     "tensor_model_parallel_size",

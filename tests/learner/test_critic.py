@@ -6,7 +6,7 @@ import pytest
 from megatron_retool.config import OptimizerConfig, load_config
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
-from tests.learner import tiny_models
+from tests.kit import tiny_models
 
 
 def learn_and_reload(hf_dir, directory):

@@ -33,8 +33,8 @@ from megatron_retool.learner.log_probs import token_scores
 from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.kit.tiny_models import hf_model
 from tests.learner.step_gradients import gradients_at_next_step
-from tests.learner.tiny_models import hf_model
 
 KINDS = ("forward_kl", "reverse_kl", "jensen_shannon")
 BETA = 0.3

@@ -9,7 +9,7 @@ import pytest
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, RolloutCorrectionConfig
 from megatron_retool.parity.admission.tiny_model import random_batch
 from megatron_retool.parity.ranks import run_ranks
-from tests.learner import tiny_models
+from tests.kit import tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, eps=1e-6)

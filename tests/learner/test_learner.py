@@ -24,7 +24,7 @@ from megatron_retool.learner import shared_packing
 from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch, save_model, with_copies
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
 

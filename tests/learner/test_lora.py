@@ -14,7 +14,7 @@ import torch
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.parity.admission.layouts import CP, EP, ETP, PP, SP, TP, VPP
 from megatron_retool.parity.ranks import RankFailed, run_ranks
-from tests.learner.adapter_reference import SETTINGS, gather_factors, mini_batch, set_factors, write_reference
+from tests.kit.adapter_reference import SETTINGS, gather_factors, mini_batch, set_factors, write_reference
 
 FULL = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from megatron_retool.parity.admission.layouts import EP, ETP, PP, SP, TP
 from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.planning.memory import checkpoint_bytes
-from tests.learner.adapter_reference import gather_factors, small_model
+from tests.kit.adapter_reference import gather_factors, small_model
 
 LENGTHS = [(3, 9), (5, 4), (2, 12), (4, 6)]
 SAVED_BY: dict[str, dict[str, Any]] = {

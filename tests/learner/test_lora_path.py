@@ -23,7 +23,7 @@ from megatron_retool.config import (
 from megatron_retool.parity.admission.layouts import PP, SP, TP
 from megatron_retool.parity.admission.tiny_model import hf_log_probs, save_model
 from megatron_retool.parity.ranks import run_ranks
-from tests.learner.adapter_reference import PROJECTIONS, SETTINGS, mini_batch, small_model
+from tests.kit.adapter_reference import PROJECTIONS, SETTINGS, mini_batch, small_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),

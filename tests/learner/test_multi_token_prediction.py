@@ -34,7 +34,8 @@ from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.parity.stored_tensors import stored_gradients
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.routed_experts import RoutedExperts
-from tests.learner import test_muon, tiny_models
+from tests.kit import tiny_models
+from tests.learner import test_muon
 
 LENGTHS = [(5, 30), (9, 3), (1, 22), (13, 41), (6, 1), (2, 17)]
 """With prompts that are too short for a prediction of the first response token."""

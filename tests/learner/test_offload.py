@@ -13,7 +13,7 @@ from megatron_retool.config import Config, ConfigError, LearnerConfig, Optimizer
 from megatron_retool.learner import offload, parallel
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.parity.admission.tiny_model import random_batch, save_model
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 PARTS = ("weights", "optimizer", "gradients")
 

@@ -9,7 +9,7 @@ import torch
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, TrainerConfig
 from megatron_retool.parity.admission.tiny_model import random_batch
 from megatron_retool.parity.ranks import run_ranks
-from tests.learner import tiny_models
+from tests.kit import tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 # The norm of all shards is added up shard by shard, which other buckets cut otherwise: without clipping its rounding

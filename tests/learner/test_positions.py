@@ -11,7 +11,7 @@ import torch
 
 from conversion.model.architecture import Architecture
 from megatron_retool.planning.models import MODELS
-from tests.parity.admission.variants import FACTOR, LONG_TEXTS, PHI_3_5_MINI, PHI_4_MINI
+from tests.kit.model_variants import FACTOR, LONG_TEXTS, PHI_3_5_MINI, PHI_4_MINI
 
 STRETCHED: dict[str, dict[str, Any]] = {
     "default": {},

@@ -14,7 +14,7 @@ from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
 from megatron_retool.parity.admission.tiny_model import random_batch, save_model
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

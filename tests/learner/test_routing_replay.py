@@ -30,7 +30,7 @@ from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.batches import sequences
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
 OPTIONS: dict[str, Any] = {"num_hidden_layers": 2, "norm_topk_prob": False}

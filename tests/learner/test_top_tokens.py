@@ -19,9 +19,9 @@ from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.target_sequences import TopTokens
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.kit.tiny_models import VOCAB_SIZE, hf_model
 from tests.learner.step_gradients import gradients_at_next_step
 from tests.learner.test_divergence import LAYOUTS, PAIRS, plain
-from tests.learner.tiny_models import VOCAB_SIZE, hf_model
 
 MOST = 5
 RUN = {name: layout for name, layout in LAYOUTS.items() if name != "recompute, prefixes"}

@@ -15,8 +15,8 @@ from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from sglang_rollout.engine.sglang_plugins.weight_parts import with_parts
 from tests.conversion.conftest import assert_same_bits
+from tests.kit.tiny_models import hf_model
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
-from tests.learner.tiny_models import hf_model
 
 LAYOUTS = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, TP: 2, SP: True, ETP: 1, PP: 2}}
 CONVERTED_FOR = {DENSE: TargetLayout(), EXPERTS: TargetLayout(tp=2, ep=4)}

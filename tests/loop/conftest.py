@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 
 
 @pytest.fixture(scope="module")

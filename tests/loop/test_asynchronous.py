@@ -13,8 +13,8 @@ from megatron_retool.loop.asynchronous import AsyncExperience, age_metrics, step
 from megatron_retool.loop.experience import Collected
 from megatron_retool.trajectory import Trajectory, write_trajectories
 from run_files.steps import step_path
+from tests.kit.abortable_engine import AbortableEngine
 from tests.loop.test_partial_rollout import GROUPS, SIZE, Loop
-from tests.sglang_rollout.abortable_engine import AbortableEngine
 
 
 class AsyncLoop(Loop):

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_retool.loop.experience import Collected, Experience
 from megatron_retool.trajectory import Trajectory
+from tests.kit.abortable_engine import AbortableEngine
 from tests.loop.test_partial_rollout import GROUPS, SIZE, Loop
-from tests.sglang_rollout.abortable_engine import AbortableEngine
 
 
 class FilteringLoop(Loop):

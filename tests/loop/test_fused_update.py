@@ -22,7 +22,7 @@ from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.routed_experts import missing_expert
 from megatron_retool.runs.step_timer import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
-from tests.learner import tiny_models
+from tests.kit import tiny_models
 from tests.loop.segmented import cut, rollout
 
 GROUPS, SIZE = 4, 4

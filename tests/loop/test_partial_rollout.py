@@ -22,8 +22,8 @@ from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_p
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.paused_groups import read_paused_groups
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.scripted import ScriptedTools
+from tests.kit.abortable_engine import AbortableEngine
+from tests.kit.scripted import ScriptedTools
 from tools.registry import ToolRegistry
 
 GROUPS, SIZE = 3, 2

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_retool.config import ConfigError
 from megatron_retool.parity import mismatch_by_operator as operators
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 
 @pytest.mark.rare

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import markov_policy
 from tests.serving.table_policy import make_model
-from tests.sglang_rollout.agent import markov_policy
 
 
 @pytest.fixture

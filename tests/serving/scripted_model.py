@@ -10,8 +10,8 @@ from megatron_retool.config.rollout import tool_entries
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import TurnRequest
-from tests.sglang_rollout.agent.markov_policy import single
-from tests.sglang_rollout.scripted import Counter
+from tests.kit.markov_policy import single
+from tests.kit.scripted import Counter
 from tools.loading import make_tools
 from tools.registry import ToolRegistry
 
@@ -36,7 +36,7 @@ class Script:
 
 def counting_tools() -> tuple[ToolRegistry, Counter]:
     """Tools of a run whose code interpreter counts."""
-    (entry,) = tool_entries(["tests.sglang_rollout.scripted:Counter"])
+    (entry,) = tool_entries(["tests.kit.scripted:Counter"])
     (named,) = make_tools(ToolsConfig(), 0, entry, None)
     assert isinstance(named.tool, Counter)
     return ToolRegistry([named]), named.tool

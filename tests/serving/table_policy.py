@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD, Table, build_tokenizer, save, table_model
+from tests.kit.markov_policy import ANSWER, CALL, WORD, Table, build_tokenizer, save, table_model
 
 POLICY: Table = {
     "\n": {CALL: 0.5, WORD: 0.5},

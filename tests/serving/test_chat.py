@@ -17,8 +17,8 @@ from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult, StopConditions
 from sglang_rollout.gateway.interface import TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer
+from tests.kit.markov_policy import ANSWER, CALL, WORD
 from tests.serving.scripted_model import Script, counting_tools
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
 
 
 def talk(tokenizer, script, *lines: str, tools=None, context: int = 4096, **settings) -> tuple[str, str]:

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_retool.__main__ import main
 from tests.end_to_end.conftest import wait_until_gone
+from tests.kit.markov_policy import ANSWER
 from tests.serving.processes import lines_until, start
 from tests.serving.table_policy import SETTINGS
-from tests.sglang_rollout.agent.markov_policy import ANSWER
 
 SEED_OF_A_CALL = "1"
 """With which the model calls the tool after this question, and then answers."""

@@ -23,9 +23,9 @@ from sglang_rollout.gateway import completions
 from sglang_rollout.gateway.api import MAX_PROMPTS_BYTES
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.gateway.server import Gateway
+from tests.kit.markov_policy import ANSWER, WORD
 from tests.serving.scripted_model import Script
 from tests.serving.table_policy import SETTINGS
-from tests.sglang_rollout.agent.markov_policy import ANSWER, WORD
 
 QUESTION = "What is 6*7?\n"
 CONTEXT = 64

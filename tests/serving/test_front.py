@@ -12,9 +12,9 @@ from megatron_retool.config import MultiTurnConfig, load_config
 from megatron_retool.serving import front
 from megatron_retool.serving.front import OpenDoor
 from sglang_rollout.gateway.server import Gateway
+from tests.kit.markov_policy import ANSWER, CALL, WORD
+from tests.kit.scripted import Counter
 from tests.serving.scripted_model import Script, counting_tools
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
-from tests.sglang_rollout.scripted import Counter
 
 MODEL = "mine"
 QUESTION = [{"role": "user", "content": "How many?"}]

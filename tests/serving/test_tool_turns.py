@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.serving.tool_turns import HiddenTurns, until_final
 from sglang_rollout.gateway.conversation import ConversationAnswer, SpokenCall
-from tests.sglang_rollout.scripted import ScriptedTools
+from tests.kit.scripted import ScriptedTools
 
 LIMITS = MultiTurnConfig(max_assistant_turns=4, max_tool_calls=3)
 QUESTION = [{"role": "user", "content": "How many?"}]

@@ -24,7 +24,7 @@ from megatron_retool.data.files import DataError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.sft import launch
 from megatron_retool.sft.launch import fine_tune
-from tests.processes import descendants_named
+from tests.kit.processes import descendants_named
 from tests.sft.conftest import QUIET, config_of, losses, metrics, with_name, with_sft
 
 

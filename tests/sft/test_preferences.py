@@ -27,8 +27,8 @@ from megatron_retool.parity.admission.tiny_model import random_batch, save_model
 from megatron_retool.parity.ranks import run_ranks
 from megatron_retool.sft.launch import fine_tune
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.kit.tiny_models import hf_model
 from tests.learner.step_gradients import gradients_at_next_step
-from tests.learner.tiny_models import hf_model
 from tests.sft.conftest import QUIET, losses, metrics, with_name, with_sft
 
 PAIRS = [(5, 20), (5, 3), (4, 12), (4, 31)]

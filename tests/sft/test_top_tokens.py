@@ -18,7 +18,7 @@ from megatron_retool.config import Config, ConfigError, EngineConfig, OptimizerC
 from megatron_retool.sft.launch import fine_tune
 from sglang_rollout.engine.key import engine_key
 from tests.data.conftest import demo_directory  # noqa: F401
-from tests.forked_engine import ForkedServer
+from tests.kit.forked_engine import ForkedServer
 from tests.sft.conftest import QUIET, metrics, with_sft
 
 ROWS, VALIDATION = 48, 16

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 
 
 @pytest.fixture(scope="session")

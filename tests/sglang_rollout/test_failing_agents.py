@@ -13,7 +13,7 @@ from sglang_rollout.agent.loop import AgentLoop
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.rollout_manager import MAX_AGENT_FAILURES, RolloutManager
 from sglang_rollout.session import RolloutError
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.test_rollout_manager import PROMPTS, TWO, ScriptedEngine, make_config
 
 

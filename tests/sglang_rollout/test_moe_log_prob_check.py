@@ -13,9 +13,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megatron_retool.cluster.log_prob_check import LogProbMismatch
 from megatron_retool.config import load_config
 from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
-from tests.forked_engine import ForkedServer
-from tests.sglang_rollout.agent import markov_policy, moe_policy
-from tests.sglang_rollout.agent.markov_policy import VOCABULARY
+from tests.kit import markov_policy, moe_policy
+from tests.kit.forked_engine import ForkedServer
+from tests.kit.markov_policy import VOCABULARY
 from tests.sglang_rollout.scored_text import compare
 
 pytestmark = pytest.mark.slow

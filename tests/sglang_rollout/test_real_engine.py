@@ -49,10 +49,10 @@ from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import RolloutError
-from tests.sglang_rollout.agent import markov_policy
-from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
+from tests.kit import markov_policy
+from tests.kit.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
+from tests.kit.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.scored_text import compare
-from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
 from tools.registry import ToolRegistry
 from untrusted.process_tree import descendants

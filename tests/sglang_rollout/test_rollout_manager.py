@@ -18,10 +18,10 @@ from sglang_rollout.engine.sglang_engine import SGLangEngine
 from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
-from tests.sglang_rollout import traced_rows
-from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit import traced_rows
+from tests.kit.abortable_engine import AbortableEngine
+from tests.kit.markov_policy import ANSWER, CALL
+from tests.kit.scripted import Prompt, ScriptedTools
 
 
 class ScriptedEngine:

@@ -17,10 +17,10 @@ from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.forked_engine import ForkedServer
-from tests.sglang_rollout.agent import markov_policy, moe_policy
-from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, RETOOL_POLICY, TOOL_POLICY
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit import markov_policy, moe_policy
+from tests.kit.forked_engine import ForkedServer
+from tests.kit.markov_policy import ENDLESS_POLICY, RETOOL_POLICY, TOOL_POLICY
+from tests.kit.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
 
 SHAPE = RoutingShape(moe_policy.LAYERS, moe_policy.K, moe_policy.EXPERTS)

@@ -16,7 +16,7 @@ from sglang_rollout.agent.branching import joined
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.session import RolloutError, first_without_rows, with_trusted_rows
-from tests.sglang_rollout import traced_rows
+from tests.kit import traced_rows
 
 
 @dataclass

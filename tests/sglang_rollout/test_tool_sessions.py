@@ -16,10 +16,10 @@ from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_UNKNOWN, WORD
+from tests.kit.abortable_engine import AbortableEngine
+from tests.kit.markov_policy import ANSWER, CALL, CALL_UNKNOWN, WORD
+from tests.kit.scripted import Counter, Prompt
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine, make_loop
-from tests.sglang_rollout.scripted import Counter, Prompt
 from tools.loading import named_tool
 from tools.registry import ToolRegistry
 from tools.tool import EarlierCall

@@ -16,7 +16,7 @@ from megatron_retool.config import TinkerConfig
 from megatron_retool.tinker.served_model import ServedModel
 from megatron_retool.tinker.server import TinkerServer
 from megatron_retool.tinker.service import TinkerService
-from tests.sglang_rollout.agent.markov_policy import VOCABULARY, build_tokenizer
+from tests.kit.markov_policy import VOCABULARY, build_tokenizer
 from tests.tinker.in_process import InProcessSampler, InProcessTrainer
 
 NAME = "Qwen/Qwen3-8B"

@@ -10,7 +10,7 @@ import pytest
 from megatron_retool.config import load_config, save_config
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch, write_trajectories
-from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+from tests.kit.markov_policy import build_tokenizer
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold]not bold[/bold]"
 

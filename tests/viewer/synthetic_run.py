@@ -10,7 +10,7 @@ import numpy as np
 from megatron_retool.config import load_config, save_config
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch, write_trajectories
-from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+from tests.kit.markov_policy import build_tokenizer
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'>\u2028<!--"
 CODE = json.dumps({"code": "print(6 * 7)"})

@@ -14,11 +14,12 @@ import torch
 
 from megatron_retool.cuda_toolkit import has_driver
 from megatron_retool.gpu_host import missing_for_building, missing_for_running
+from megatron_retool.installation import ROOT
 from megatron_retool.machine import cores, installed, machine, memory_bytes, nvidia_smi
 from megatron_retool.parity.doctor.outcome import Skipped, StepFailed, StepFigure
 from megatron_retool.parity.doctor.session import DoctorSession
 
-REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+REQUIREMENTS = ROOT / "requirements"
 PINS = {False: ("cpu-torch.txt", "cpu.txt"), True: ("gpu-torch.txt", "gpu.txt")}
 """Files of the installation, with GPUs or without."""
 _GIB = 2**30

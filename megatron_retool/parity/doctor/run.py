@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_retool.installation import ROOT
 from megatron_retool.machine import gpu_count, machine, versions
 from megatron_retool.parity.doctor.catalogue import select
 from megatron_retool.parity.doctor.outcome import StepOutcome
@@ -23,7 +24,6 @@ from megatron_retool.parity.doctor.table import outcomes_table, steps_table, sum
 from megatron_retool.parity.ranks import Nodes
 from megatron_retool.runs.progress import progress_line
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "doctor.sbatch"
 
 

@@ -8,13 +8,12 @@ A report that is to be in it lies in docs/doctor/ (megatron-retool doctor --outp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from megatron_retool.installation import ROOT
 from megatron_retool.parity.doctor.catalogue import STEPS
 from megatron_retool.parity.doctor.outcome import StepOutcome, StepVerdict
 from megatron_retool.parity.doctor.report import DoctorReport
 
-ROOT = Path(__file__).parents[2]
 PAGE, REPORTS = ROOT / "docs" / "tested.md", ROOT / "docs" / "doctor"
 BEGIN, END = "<!-- doctor -->", "<!-- end of doctor -->"
 

@@ -14,7 +14,7 @@ from conversion.model.adapter_map import TARGETS, factor_mappings, peft_tensor, 
 from conversion.model.architecture import Architecture
 from conversion.model.peft_config import PeftConfig, PeftFilesError, read_peft_config
 from conversion.model.weight_map import WeightMap
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 RANK = 3
 

@@ -18,7 +18,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.parity.admission.comparison import write_reference
 from megatron_retool.parity.admission.tiny_model import save_model
 from megatron_retool.parity.ranks import run_ranks
-from tests.learner.tiny_models import FAMILIES, WITH_PARTS, hf_model
+from tests.kit.tiny_models import FAMILIES, WITH_PARTS, hf_model
 from tests.learner.transformer_engine import kernels
 
 Run = Callable[..., Any]

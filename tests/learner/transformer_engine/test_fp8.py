@@ -19,7 +19,7 @@ from conversion.model.block_fp8 import block_scales
 from megatron_retool.config import ConfigError, Fp8Config, LearnerConfig
 from megatron_retool.learner.precision import FP8_RECIPES
 from megatron_retool.parity.admission.tiny_model import save_model
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 from tests.learner.transformer_engine.conftest import Run
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_retool.parity.admission.layouts import EP, ETP, PP, SP, TP
-from tests.learner.adapter_reference import write_reference
+from tests.kit.adapter_reference import write_reference
 from tests.learner.test_lora import FULL, compare_layout, within
 from tests.learner.transformer_engine.conftest import Run
 

@@ -15,7 +15,7 @@ import pytest
 from conversion.model.architecture import Architecture
 from megatron_retool.parity.admission.comparison import compare, too_far
 from megatron_retool.parity.admission.layouts import cases
-from tests.learner.tiny_models import FAMILIES, WITH_PARTS
+from tests.kit.tiny_models import FAMILIES, WITH_PARTS
 from tests.learner.transformer_engine.conftest import Run
 
 CASES = [

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_retool.parity.admission.tiny_model import save_model
+from tests.kit.adapter_reference import small_model
+from tests.kit.tiny_models import hf_model
 from tests.learner import test_critic, test_divergence, test_muon
-from tests.learner.adapter_reference import small_model
 from tests.learner.test_muon import models as muon_models  # noqa: F401  a fixture
-from tests.learner.tiny_models import hf_model
 from tests.learner.transformer_engine.conftest import Run
 
 

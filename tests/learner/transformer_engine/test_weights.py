@@ -16,8 +16,8 @@ from conversion.model.weight_map import checkpoint_place
 from megatron_retool.config import Config, LearnerConfig
 from megatron_retool.parity.admission.comparison import OPTIMIZER, TEMPERATURE, mini_batch
 from megatron_retool.parity.admission.tiny_model import save_model
-from tests.learner.adapter_reference import SHRUNK, small_model
-from tests.learner.tiny_models import FAMILIES, WITH_PARTS, hf_model
+from tests.kit.adapter_reference import SHRUNK, small_model
+from tests.kit.tiny_models import FAMILIES, WITH_PARTS, hf_model
 from tests.learner.transformer_engine.conftest import Run
 
 TP, SP, PP, EP, ETP = (

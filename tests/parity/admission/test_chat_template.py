@@ -8,7 +8,7 @@ import pytest
 
 from megatron_retool.parity.admission.outcome import AdmissionVerdict
 from megatron_retool.parity.admission.single_checks import chat_template
-from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+from tests.kit.markov_policy import build_tokenizer
 
 TURNS = {
     "hermes": (

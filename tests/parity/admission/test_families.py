@@ -16,7 +16,7 @@ from megatron_retool.parity.admission.engine_checks import LOG_PROBS, PARAMETERS
 from megatron_retool.parity.admission.outcome import Admission, AdmissionVerdict
 from megatron_retool.parity.admission.requests import Request, one_of_each_family
 from megatron_retool.planning.models import model_of_each_family
-from tests.parity.admission.variants import VARIANTS
+from tests.kit.model_variants import VARIANTS
 
 SPARSE = {"deepseek_v32", "glm_moe_dsa", "glm-5 with shared keys"}
 LATENT = {*SPARSE, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}

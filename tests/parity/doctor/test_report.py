@@ -21,7 +21,7 @@ from megatron_retool.parity.doctor.report import DoctorReport, ReportError
 from megatron_retool.parity.doctor.session import DoctorSession
 from megatron_retool.parity.doctor.table import outcomes_table, summary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MACHINE = {"processor": "Some CPU", "cores": 4, "memory_gib": 15.6, "gpus": []}
 
 
@@ -143,7 +143,7 @@ def test_a_column_for_each_report_the_newest_first():
 
 
 def test_committed_reports_have_no_paths_and_what_failed_is_explained():
-    page = (tested_page.ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
     for path in tested_page.REPORTS.glob("*.json"):
         assert not re.search(r'"/|[ =:]/\w', path.read_text(encoding="utf-8")), path
         for outcome in DoctorReport.read(path).outcomes:

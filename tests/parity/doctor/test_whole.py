@@ -22,7 +22,7 @@ from megatron_retool.parity.doctor.report import DoctorReport
 from megatron_retool.parity.doctor.run import examine
 from megatron_retool.ports import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NEED_GPUS = {
     "driver", "kernels_transformer_engine", "kernels_flash_attn", "kernels_apex", "learner_fp8_tensorwise",
     "learner_fp8_blockwise", "learner_fp8_parameters", "learner_fp8_mxfp8", "learner_nvfp4", "preload",

@@ -13,7 +13,7 @@ from megatron_retool.config import load_config, save_config
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.parity.admission.tiny_model import save_model
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch, write_trajectories
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 RESPONSES = 12
 TEMPERATURE = 0.8

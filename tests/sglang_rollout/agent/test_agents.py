@@ -13,9 +13,9 @@ from sglang_rollout.agent.agents import check_agent, make_agent
 from sglang_rollout.agent.loop import Agent, AgentLoop
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
+from tests.kit.markov_policy import ANSWER, CALL, WORD
+from tests.kit.scripted import ScriptedTools
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine
-from tests.sglang_rollout.scripted import ScriptedTools
 
 OWN = """
 from dataclasses import replace

@@ -22,9 +22,9 @@ from sglang_rollout.agent.tool_call_formats import Glm45Format, HarmonyFormat, H
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import TurnGlue
 from sglang_rollout.agent.written_calls import tagged_blocks, without_fence, without_reasoning
-from tests.sglang_rollout.agent.markov_policy import CONTROL, TAGS, build_tokenizer
+from tests.kit.markov_policy import CONTROL, TAGS, build_tokenizer
+from tests.kit.scripted import ScriptedTools
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine, make_loop, run
-from tests.sglang_rollout.scripted import ScriptedTools
 from tools.loading import named_tool
 from tools.registry import ToolRegistry
 from tools.tool import Tool, ToolResult, TrajectoryInfo, run_method

@@ -14,7 +14,7 @@ from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
-from tests.sglang_rollout.agent.markov_policy import (
+from tests.kit.markov_policy import (
     ANSWER,
     CALL,
     CALL_BROKEN,
@@ -23,8 +23,8 @@ from tests.sglang_rollout.agent.markov_policy import (
     WORD,
     hermes_call,
 )
-from tests.sglang_rollout.scripted import ScriptedTools
-from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
+from tests.kit.scripted import ScriptedTools
+from tests.kit.watched_tokenizer import WatchedTokenizer, largest_gap
 from tools.tool import ToolResult
 
 END = "<|im_end|>"

@@ -26,9 +26,9 @@ from sglang_rollout.agent.tool_call_formats import (
 )
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.turn_glue import TurnGlue
-from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+from tests.kit.markov_policy import build_tokenizer
+from tests.kit.scripted import ScriptedTools
 from tests.sglang_rollout.agent.test_loop import ScriptedEngine
-from tests.sglang_rollout.scripted import ScriptedTools
 from tools.arguments import WrittenText, typed_arguments
 
 CODER, GLM, HARMONY = Qwen3CoderFormat(), Glm45Format(), HarmonyFormat()

@@ -24,9 +24,9 @@ from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout import traced_rows
-from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit import traced_rows
+from tests.kit.abortable_engine import AbortableEngine
+from tests.kit.scripted import Prompt, ScriptedTools
 from tests.test_routed_experts import make_rows
 
 TWO = SamplingConfig(n=2)

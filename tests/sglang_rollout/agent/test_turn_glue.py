@@ -5,7 +5,7 @@ import pytest
 from megatron_retool.data.demo.tokenizer import CHAT_TEMPLATE
 from sglang_rollout.agent.tool_call_formats import HermesFormat, ReToolFormat
 from sglang_rollout.agent.turn_glue import TurnGlue, TurnGlueError
-from tests.sglang_rollout.agent.markov_policy import TEMPLATES, build_tokenizer
+from tests.kit.markov_policy import TEMPLATES, build_tokenizer
 
 HERMES = HermesFormat()
 QUESTION = {"role": "user", "content": "What is 6*7?"}

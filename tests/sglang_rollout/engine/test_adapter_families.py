@@ -17,8 +17,8 @@ from conversion.model.architecture import Architecture
 from megatron_retool.config import EngineConfig, LoraConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig
 from sglang_rollout.engine.client import SGLangClient
-from tests.forked_engine import ForkedServer
-from tests.learner.adapter_reference import random_factors, small_model
+from tests.kit.adapter_reference import random_factors, small_model
+from tests.kit.forked_engine import ForkedServer
 
 pytestmark = pytest.mark.slow  # an engine for each family
 

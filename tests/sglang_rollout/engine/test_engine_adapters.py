@@ -20,8 +20,8 @@ from megatron_retool.config import EngineConfig, SamplingConfig
 from megatron_retool.config.rollout import EngineAdaptersConfig
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest
 from sglang_rollout.engine.client import SGLangClient
-from tests.forked_engine import ForkedServer
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
+from tests.kit.forked_engine import ForkedServer
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
 PROMPT = [5 + 7 * place % 60 for place in range(40)]

@@ -21,7 +21,7 @@ from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.key import authorization, engine_key
 from sglang_rollout.engine.launch_command import PLUGINS
 from sglang_rollout.engine.process import SGLangServer
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 from untrusted.process_tree import descendants
 
 ONE_TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}

@@ -15,7 +15,7 @@ import sglang_cpu_engine
 from conversion.model.architecture import Architecture
 from megatron_retool.parity.admission.shrink import shrunk
 from sglang_rollout.engine.launch_command import torchvision_directory
-from tests.parity.admission.variants import PHI_3_5_MINI, PHI_4_MINI
+from tests.kit.model_variants import PHI_3_5_MINI, PHI_4_MINI
 
 HEADS, LIMIT = 4, 64
 SGLANG = """

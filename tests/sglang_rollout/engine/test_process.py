@@ -23,7 +23,7 @@ from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
 from sglang_rollout.engine.launch_command import EXACT_PLUGIN, EXPERT_DTYPE_VARIABLE, PLUGINS, resolve_device
 from sglang_rollout.engine.process import SGLangServer
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 from untrusted.process_tree import descendants
 
 
@@ -141,7 +141,7 @@ def test_cuda_engine_gets_no_shim(model_directory, tmp_path, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_routed_experts_travel_in_the_type_that_they_fit_into(tmp_path, monkeypatch, device):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLUGINS), "/somewhere"]))
-    model = Path(__file__).parents[1] / "traced_model"
+    model = Path(__file__).parents[2] / "kit" / "traced_model"
     engine = make_engine(model, tmp_path, device=device, routed_experts=True)
     environment = engine.environment()
     assert "--enable-return-routed-experts" in engine.command()
@@ -167,7 +167,7 @@ def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_dire
 
 
 def test_groups_of_experts_and_of_attention_are_passed_on(model_directory, tmp_path):
-    experts = Path(__file__).parents[1] / "traced_model"
+    experts = Path(__file__).parents[2] / "kit" / "traced_model"
     settings = {"tensor_parallel_size": 4}
     assert flag(make_engine(experts, tmp_path, device="cuda", settings=settings), "--ep-size") == "4"
     settings |= {"expert_parallel_size": 1, "attention_data_parallel_size": 2}

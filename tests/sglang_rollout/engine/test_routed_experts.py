@@ -13,7 +13,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.config import SamplingConfig
 from sglang_rollout.engine.base import EngineFailed, GenerateRequest
 from sglang_rollout.engine.routed_experts import RoutingShape, trusted_rows
-from tests.sglang_rollout import traced_rows
+from tests.kit import traced_rows
 from tests.sglang_rollout.engine.test_client import answer, generate
 
 

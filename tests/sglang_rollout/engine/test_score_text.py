@@ -14,8 +14,8 @@ from sglang_rollout.engine import score_pieces
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, ScoredText, ScoreRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.score_pieces import ScorePiece, pieces
-from tests.forked_engine import ForkedServer
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
+from tests.kit.forked_engine import ForkedServer
 
 TEXT = [5 + 11 * place % 70 for place in range(60)]
 BOUND = 2e-5

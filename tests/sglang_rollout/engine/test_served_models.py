@@ -26,8 +26,8 @@ from sglang_rollout.engine.served_models import (
     WHOLE_PAST,
     check_served_model,
 )
-from tests.learner.tiny_models import hf_model
-from tests.parity.admission.variants import LONG_TEXTS, PHI_4_MINI
+from tests.kit.model_variants import LONG_TEXTS, PHI_4_MINI
+from tests.kit.tiny_models import hf_model
 
 
 def configured(directory: Path, *overrides: str, **keys: Any) -> Config:

@@ -17,9 +17,9 @@ from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopCond
 from sglang_rollout.engine.configured import check_engine
 from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent import markov_policy, moe_policy
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CODE, CODE_END, ENDLESS_POLICY, TOOL_POLICY, single
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit import markov_policy, moe_policy
+from tests.kit.markov_policy import ANSWER, CODE, CODE_END, ENDLESS_POLICY, TOOL_POLICY, single
+from tests.kit.scripted import Prompt, ScriptedTools
 
 SERVER = {"host": "127.0.0.1", "log_file": None, "tokenizer": True, "weights_from_sync": True, "gpu_ids": None}
 

@@ -13,10 +13,10 @@ from megatron_retool.registry import ExtensionError
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.agents import check_agent, make_agent
-from tests.sglang_rollout.agent.markov_policy import ANSWER, hermes_call
+from tests.kit.markov_policy import ANSWER, hermes_call
+from tests.kit.scripted import ScriptedTools
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine
 from tests.sglang_rollout.environments.test_loop import started
-from tests.sglang_rollout.scripted import ScriptedTools
 
 
 class OpenEnvServer:

@@ -18,12 +18,12 @@ from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, CALL_UNKNOWN, WORD, hermes_call
+from tests.kit.abortable_engine import AbortableEngine
+from tests.kit.markov_policy import ANSWER, CALL, CALL_BROKEN, CALL_UNKNOWN, WORD, hermes_call
+from tests.kit.scripted import Prompt, ScriptedTools
+from tests.kit.watched_tokenizer import WatchedTokenizer, largest_gap
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine
 from tests.sglang_rollout.environments import worlds
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
-from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
 
 HERE = "tests.sglang_rollout.environments.worlds"
 TURNS = [WORD + CALL + END, CALL + CALL + END, ANSWER + END]

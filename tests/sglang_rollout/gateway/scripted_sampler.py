@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sglang_rollout.agent.trajectory_state import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import TurnRequest
-from tests.sglang_rollout.agent.markov_policy import CALL, CALL_BROKEN, CALL_UNKNOWN, WORD, WORDS, single
+from tests.kit.markov_policy import CALL, CALL_BROKEN, CALL_UNKNOWN, WORD, WORDS, single
 
 END = "<|im_end|>"
 

@@ -20,7 +20,7 @@ from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.task_agents.client import ClientSettings
-from tests.sglang_rollout.agent.markov_policy import (
+from tests.kit.markov_policy import (
     ANSWER,
     CALL,
     CALL_BROKEN,
@@ -30,8 +30,8 @@ from tests.sglang_rollout.agent.markov_policy import (
     WORDS,
     build_tokenizer,
 )
+from tests.kit.scripted import Counter, ScriptedTools
 from tests.sglang_rollout.agent.test_loop import ScriptedEngine
-from tests.sglang_rollout.scripted import Counter, ScriptedTools
 
 END = "<|im_end|>"
 EXAMPLE = f"{Path(__file__).resolve().parents[3]}/examples/run_tools_agent.py:run"

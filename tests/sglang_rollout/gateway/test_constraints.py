@@ -15,7 +15,7 @@ from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, form
 from sglang_rollout.gateway import constraints
 from sglang_rollout.gateway.conversation import Constraint
 from sglang_rollout.gateway.errors import ApiError
-from tests.sglang_rollout.agent.markov_policy import build_tokenizer
+from tests.kit.markov_policy import build_tokenizer
 from tools.arguments import typed_arguments
 
 SCHEMA = {

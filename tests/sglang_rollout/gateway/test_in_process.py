@@ -20,7 +20,7 @@ from sglang_rollout.gateway import shortcut
 from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.task_agents.client import ClientSettings
 from sglang_rollout.task_agents.function import run_function
-from tests.sglang_rollout.agent.markov_policy import ANSWER, WORD
+from tests.kit.markov_policy import ANSWER, WORD
 from tests.sglang_rollout.gateway.test_server import END, QUESTION, served
 
 ASK = {"model": "", "messages": QUESTION}

@@ -17,11 +17,11 @@ from sglang_rollout.agent import long_texts
 from sglang_rollout.gateway import rendering
 from sglang_rollout.gateway.api import ApiRequest, BodyTooLong
 from sglang_rollout.gateway.server import Gateway
-from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
+from tests.kit.markov_policy import WORD, build_tokenizer
+from tests.kit.scripted import Counter
+from tests.kit.watched_tokenizer import WatchedTokenizer, largest_gap
 from tests.sglang_rollout.gateway.scripted_sampler import RandomSampler
 from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION, post, served, way
-from tests.sglang_rollout.scripted import Counter
-from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
 from tools.tool import ToolResult
 from untrusted import MOST_LEVELS
 

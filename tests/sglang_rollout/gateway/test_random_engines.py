@@ -18,7 +18,7 @@ from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
-from tests.sglang_rollout.agent.markov_policy import CALL, WORD, WORDS, single
+from tests.kit.markov_policy import CALL, WORD, WORDS, single
 
 DEEDS = ("go on", "go on", "two at once", "cut", "cut and again", "sync", "sync and cut")
 STEPS = 60

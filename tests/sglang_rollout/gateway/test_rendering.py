@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_retool.config import MultiTurnConfig
 from sglang_rollout.gateway import rendering
 from sglang_rollout.gateway.rendering import ContextRenderer
-from tests.sglang_rollout.scripted import Counter
+from tests.kit.scripted import Counter
 
 
 def test_kept_prompts_are_those_of_their_exact_messages_and_tools(tokenizer, monkeypatch):

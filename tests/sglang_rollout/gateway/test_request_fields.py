@@ -15,9 +15,9 @@ from openai.types.responses import response_create_params
 
 from sglang_rollout.gateway import request_fields
 from sglang_rollout.gateway.rendering import thinking_switches
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD, build_tokenizer
+from tests.kit.markov_policy import ANSWER, CALL, WORD, build_tokenizer
+from tests.kit.scripted import Counter
 from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, FUNCTION, QUESTION, post, served
-from tests.sglang_rollout.scripted import Counter
 
 AGENTS = Path(__file__).parents[3] / "docs" / "agents.md"
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -20,8 +20,8 @@ from sglang_rollout.gateway import api, server, shortcut
 from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
-from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
-from tests.sglang_rollout.scripted import Counter
+from tests.kit.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
+from tests.kit.scripted import Counter
 from tools.tool import ToolResult
 
 END = "<|im_end|>"

@@ -16,8 +16,8 @@ from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent.markov_policy import TOOL_POLICY, single
-from tests.sglang_rollout.scripted import Counter, Prompt, ScriptedTools
+from tests.kit.markov_policy import TOOL_POLICY, single
+from tests.kit.scripted import Counter, Prompt, ScriptedTools
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "run_tools_agent.py"
 COLUMNS = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions")

@@ -24,7 +24,7 @@ from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.task_agents.agent import TaskAgents
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.kit.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.test_rollout_manager import ScriptedEngine, make_config
 
 FUNCTIONS = """

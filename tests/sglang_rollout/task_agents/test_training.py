@@ -21,9 +21,9 @@ from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.transformers_engine import TransformersEngine
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
+from tests.kit.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.engine.test_transformers_engine import started
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GROUPS, SIZE = 2, 3

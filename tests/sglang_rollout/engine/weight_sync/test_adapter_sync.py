@@ -21,7 +21,7 @@ from sglang_rollout.engine.sglang_engine import SGLangEngine
 from sglang_rollout.engine.weight_sync import adapter as adapter_module
 from sglang_rollout.engine.weight_sync.errors import WeightSyncError
 from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
-from tests.sglang_rollout.agent import markov_policy
+from tests.kit import markov_policy
 from tests.sglang_rollout.engine.test_engine_adapters import BOUND, GREEDY, PROMPT, difference, expected, write_adapter
 
 PREFIX = "base_model.model."

@@ -19,8 +19,8 @@ from sglang_rollout.engine.weight_sync.base import ServerWeightSync
 from sglang_rollout.engine.weight_sync.delta import SMALLEST, DeltaEncoder, changes, gaps_of
 from sglang_rollout.engine.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.engine.weight_sync.tensor import TensorWeightSync
-from tests.forked_engine import ForkedServer
-from tests.learner.tiny_models import hf_model
+from tests.kit.forked_engine import ForkedServer
+from tests.kit.tiny_models import hf_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,7 +24,7 @@ from megatron_retool.config import ModelConfig
 from sglang_rollout.engine.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
 from sglang_rollout.engine.weight_sync.quantization import Fp8
 from tests.conversion.conftest import model_directory, read_all  # noqa: F401 (a fixture)
-from tests.learner.tiny_models import FAMILIES
+from tests.kit.tiny_models import FAMILIES
 
 pytest.importorskip("sglang")
 

@@ -27,9 +27,9 @@ from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.served_models import unserved
 from sglang_rollout.engine.sglang_plugins.weight_parts import WeightPart, with_parts
 from sglang_rollout.engine.weight_sync.engine_classes import Load, load_into_engine_classes
-from tests.forked_engine import ForkedServer
+from tests.kit.forked_engine import ForkedServer
+from tests.kit.tiny_models import hf_model
 from tests.learner.test_checkpoint import EP, ETP, PP, SP, TP, _learner
-from tests.learner.tiny_models import hf_model
 
 EMBEDDING = "model.embed_tokens.weight"
 CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.sglang_rollout.agent.markov_policy import VOCABULARY, Table, table_logits
+from tests.kit.markov_policy import VOCABULARY, Table, table_logits
 
 HIDDEN = VOCABULARY + 32
 LAYERS, EXPERTS, K = 3, 8, 2

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from sglang_cpu_engine import MODEL_CLASS_VARIABLE, WITHOUT_VARIABLE
 from sglang_rollout.engine.launch_command import EXACT_VARIABLE
 from sglang_rollout.engine.process import SGLangServer, guard_command
-from tests import engine_forker
+from tests.kit import engine_forker
 
 OF_ONE_ENGINE = (EXACT_VARIABLE, MODEL_CLASS_VARIABLE, WITHOUT_VARIABLE)
 """Variables of an engine's environment that SGLang's modules might read while they are imported."""

@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 

@@ -12,7 +12,7 @@ import torch
 from conversion.model.architecture import Architecture
 from megatron_retool.parity.admission.shrink import VOCAB_SIZE
 from megatron_retool.target_sequences import OptimizerStep, TargetSequence, TokenLoss
-from tests.learner.adapter_reference import Tensors, _with_peft, _with_weights, random_factors, small_model
+from tests.kit.adapter_reference import Tensors, _with_peft, _with_weights, random_factors, small_model
 
 STEP = OptimizerStep(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 CROSS_ENTROPY, PPO = TokenLoss("cross_entropy"), TokenLoss("ppo", {"clip_low": 0.7, "clip_high": 1.3})

@@ -11,8 +11,8 @@ import random
 
 from aiohttp import web
 
-from tests.sglang_rollout import traced_rows
-from tests.sglang_rollout.agent.markov_policy import CALL, WORD, WORDS, single
+from tests.kit import traced_rows
+from tests.kit.markov_policy import CALL, WORD, WORDS, single
 
 
 class AbortableEngine:

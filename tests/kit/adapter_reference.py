@@ -21,7 +21,7 @@ from megatron_retool.parity.admission.tiny_model import hf_log_probs, random_bat
 from megatron_retool.parity.stored_tensors import stored_weights
 from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import hf_model
+from tests.kit.tiny_models import hf_model
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 SETTINGS = LoraConfig(rank=4, alpha=8.0, seed=3)
