@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_retool.trajectory import Trajectory
+from megatron_retool.trajectory import RESPONSE_COLUMNS, Trajectory
 
 AGENT_KEY = "agent"
 """In reward_info: how an agent that samples through the gateway, or an environment, ended (outcome, message) and, where
@@ -88,11 +88,9 @@ def whole_rollout(rows: Sequence[Trajectory]) -> Trajectory:
             replace(call, position=call.position + length if call.position >= 0 else -1) for call in row.tool_calls
         ]
         length += len(row.response_ids)
-    names = ("response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions")
-    columns: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
     return replace(
         rows[0],
-        **columns,
+        **{name: np.concatenate([getattr(row, name) for row in rows]) for name in RESPONSE_COLUMNS},
         tool_calls=tool_calls,
         finish_reason=rows[-1].finish_reason,
         routed_experts=None,

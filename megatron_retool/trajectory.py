@@ -118,6 +118,17 @@ class RolloutTiming:
         )
 
 
+RESPONSE_COLUMNS: dict[str, Any] = {
+    "response_ids": np.int32,
+    "loss_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "turn_ids": np.int16,
+    "weight_versions": np.int32,
+}
+"""What a row has of each response token, with its dtype."""
+TOKEN_COLUMNS: dict[str, Any] = {"prompt_ids": np.int32, **RESPONSE_COLUMNS}
+
+
 @dataclass
 class Trajectory:
     """One prompt and one response (several turns), token for token.
@@ -154,19 +165,15 @@ class Trajectory:
     """Place in the rollout."""
 
     def __post_init__(self) -> None:
-        self.prompt_ids = np.asarray(self.prompt_ids, dtype=np.int32)
-        self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
-        self.loss_mask = np.asarray(self.loss_mask, dtype=np.bool_)
-        self.rollout_log_probs = np.asarray(self.rollout_log_probs, dtype=np.float32)
-        self.turn_ids = np.asarray(self.turn_ids, dtype=np.int16)
-        self.weight_versions = np.asarray(self.weight_versions, dtype=np.int32)
+        for name, dtype in TOKEN_COLUMNS.items():
+            setattr(self, name, np.asarray(getattr(self, name), dtype=dtype))
         self.check()
 
     def check(self) -> None:
         """Raise ValueError where the columns do not line up."""
         length = len(self.response_ids)
         label = f"trajectory {self.group_id}/{self.index}" + (f", segment {self.segment}" if self.segment else "")
-        for name in ("loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
+        for name in RESPONSE_COLUMNS:
             if len(getattr(self, name)) != length:
                 raise ValueError(f"{label}: {name} has {len(getattr(self, name))} entries for {length} response tokens")
         if len(self.prompt_ids) == 0:
@@ -295,14 +302,9 @@ class TrajectoryBatch:
             return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
         return cls(
-            prompt_ids=cat("prompt_ids", np.int32),
+            **{name: cat(name, dtype) for name, dtype in TOKEN_COLUMNS.items()},
             prompt_lengths=np.array([len(t.prompt_ids) for t in trajectories], np.int32),
-            response_ids=cat("response_ids", np.int32),
             response_lengths=np.array([len(t.response_ids) for t in trajectories], np.int32),
-            loss_mask=cat("loss_mask", np.bool_),
-            rollout_log_probs=cat("rollout_log_probs", np.float32),
-            turn_ids=cat("turn_ids", np.int16),
-            weight_versions=cat("weight_versions", np.int32),
             group_ids=np.array([t.group_id for t in trajectories], np.int32),
             indices=np.array([t.index for t in trajectories], np.int32),
             rewards=np.array([t.reward for t in trajectories], np.float32),
@@ -327,12 +329,8 @@ class TrajectoryBatch:
         return TrajectoryBatch(
             prompt_ids=self.prompt_ids[prompt_take],
             prompt_lengths=self.prompt_lengths[rows],
-            response_ids=self.response_ids[take],
+            **{name: getattr(self, name)[take] for name in RESPONSE_COLUMNS},
             response_lengths=self.response_lengths[rows],
-            loss_mask=self.loss_mask[take],
-            rollout_log_probs=self.rollout_log_probs[take],
-            turn_ids=self.turn_ids[take],
-            weight_versions=self.weight_versions[take],
             group_ids=self.group_ids[rows],
             indices=self.indices[rows],
             rewards=self.rewards[rows],
@@ -394,14 +392,13 @@ def write_trajectories(
 def _bytes_of(trajectory: Trajectory) -> int:
     """Of its columns with a value for each token."""
     experts = 0 if trajectory.routed_experts is None else trajectory.routed_experts.nbytes
-    columns = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions")
-    return experts + sum(int(getattr(trajectory, name).nbytes) for name in columns)
+    return experts + sum(int(getattr(trajectory, name).nbytes) for name in TOKEN_COLUMNS)
 
 
 def _stored_rows(trajectories: Sequence[Trajectory], texts: Sequence[tuple[str, str]] | None) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {name: [] for name in (_PARQUET_COLUMNS | _OPTIONAL_COLUMNS)}
     for t in trajectories:
-        for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
+        for name in TOKEN_COLUMNS:
             rows[name].append(getattr(t, name))
         rows["group_id"].append(t.group_id)
         rows["index"].append(t.index)
@@ -448,20 +445,13 @@ def _arrow(name: str) -> Any:
     def build() -> Any:
         import pyarrow as pa
 
-        if name.startswith("list:"):
-            return pa.list_(getattr(pa, name[5:])())
-        return getattr(pa, name)()
+        return pa.list_(pa.from_numpy_dtype(TOKEN_COLUMNS[name])) if name in TOKEN_COLUMNS else getattr(pa, name)()
 
     return build
 
 
 _PARQUET_COLUMNS = {
-    "prompt_ids": _arrow("list:int32"),
-    "response_ids": _arrow("list:int32"),
-    "loss_mask": _arrow("list:bool_"),
-    "rollout_log_probs": _arrow("list:float32"),
-    "turn_ids": _arrow("list:int16"),
-    "weight_versions": _arrow("list:int32"),
+    **{name: _arrow(name) for name in TOKEN_COLUMNS},
     "group_id": _arrow("int64"),
     "index": _arrow("int64"),
     "finish_reason": _arrow("string"),

@@ -22,12 +22,11 @@ from megatron_retool.serving.service import Service
 from megatron_retool.serving.source import context_length
 from megatron_retool.serving.tool_turns import Finished, until_final
 from megatron_retool.trajectory import ToolCall
-from sglang_rollout.agent.trajectory_state import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState, joined
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, SpokenCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, TurnRequest
-from sglang_rollout.gateway.session_tree import joined
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
 from tools.tool import ToolSession, TrajectoryInfo
 from untrusted import printable

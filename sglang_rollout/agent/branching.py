@@ -28,10 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.config import BranchingConfig
-from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import Trajectory
 from run_files.steps import RowKey
-from sglang_rollout.agent.trajectory_state import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState, joined
 from sglang_rollout.engine.base import GenerateResult
 
 TOP_LOG_PROBS = 10
@@ -177,27 +176,6 @@ class EntropyBranching:
                     known[index] = known[state.index]
         self._forked_in[index] = state.turn
         start(fork)
-
-
-def joined(head: GenerateResult, tail: GenerateResult) -> GenerateResult:
-    """Two consecutive results of one turn as one."""
-    return GenerateResult(
-        output_ids=head.output_ids + tail.output_ids,
-        log_probs=head.log_probs + tail.log_probs,
-        weight_versions=head.weight_versions + tail.weight_versions,
-        finish_reason=tail.finish_reason,
-        matched_stop=tail.matched_stop,
-        prompt_tokens=head.prompt_tokens,
-        cached_tokens=head.cached_tokens,
-        routed_experts=_joined_rows(head, tail),
-        routed_experts_start=tail.routed_experts_start if head.routed_experts is None else head.routed_experts_start,
-    )
-
-
-def _joined_rows(head: GenerateResult, tail: GenerateResult) -> ExpertArray | None:
-    if head.routed_experts is None or tail.routed_experts is None:
-        return tail.routed_experts if head.routed_experts is None else head.routed_experts
-    return np.concatenate([head.routed_experts, tail.routed_experts])
 
 
 def shared_token_ids(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.routed_experts import ExpertArray
-from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
+from megatron_retool.trajectory import RESPONSE_COLUMNS, FinishReason, RolloutTiming, ToolCall, Trajectory
 from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
@@ -134,6 +134,11 @@ class TrajectoryState:
         """An independent trajectory with the same past, which samples on its own from here."""
         return replace(self.copy(), index=index, seed=seed)
 
+    def response_columns(self, start: int = 0) -> dict[str, Any]:
+        """``RESPONSE_COLUMNS`` of the response from its token ``start`` on."""
+        columns = zip(RESPONSE_COLUMNS.items(), self._columns, strict=True)
+        return {name: np.array(column[start:], dtype) for (name, dtype), column in columns}
+
     @property
     def _columns(self) -> tuple[list[Any], ...]:
         return self.response_ids, self.loss_mask, self.log_probs, self.turn_ids, self.weight_versions
@@ -176,11 +181,7 @@ class TrajectoryState:
             raise ValueError(f"trajectory {self.group_id}/{self.index} is not finished")
         whole = Trajectory(
             prompt_ids=np.array(self.prompt_ids, np.int32),
-            response_ids=np.array(self.response_ids, np.int32),
-            loss_mask=np.array(self.loss_mask, np.bool_),
-            rollout_log_probs=np.array(self.log_probs, np.float32),
-            turn_ids=np.array(self.turn_ids, np.int16),
-            weight_versions=np.array(self.weight_versions, np.int32),
+            **self.response_columns(),
             group_id=self.group_id,
             index=self.index,
             finish_reason=self.finish_reason,
@@ -199,3 +200,22 @@ def without_older(row: Trajectory, oldest_version: int | None) -> Trajectory:
         return row
     younger = row.loss_mask & (row.weight_versions >= oldest_version)
     return replace(row, loss_mask=younger, rollout_log_probs=np.where(younger, row.rollout_log_probs, 0.0))
+
+
+def joined(head: GenerateResult | None, tail: GenerateResult) -> GenerateResult:
+    """Two consecutive results of one turn as one, without ``top_log_probs``; ``tail`` where nothing came before it."""
+    if head is None:
+        return tail
+    rows: list[Any] = [each.routed_experts for each in (head, tail) if each.routed_experts is not None]
+    return replace(
+        tail,
+        output_ids=[*head.output_ids, *tail.output_ids],
+        log_probs=[*head.log_probs, *tail.log_probs],
+        weight_versions=[*head.weight_versions, *tail.weight_versions],
+        prompt_tokens=head.prompt_tokens,
+        cached_tokens=head.cached_tokens,
+        top_log_probs=None,
+        top_ids=None,
+        routed_experts=np.concatenate(rows) if rows else None,
+        routed_experts_start=tail.routed_experts_start if head.routed_experts is None else head.routed_experts_start,
+    )

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from sglang_rollout.agent.trajectory_state import MAX_EMPTY_ANSWERS, TrajectoryState
+from sglang_rollout.agent.trajectory_state import MAX_EMPTY_ANSWERS, TrajectoryState, joined
 from sglang_rollout.engine.base import (
     EngineClientError,
     EngineFailed,
@@ -19,7 +19,6 @@ from sglang_rollout.engine.base import (
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.engine.rollout_statistics import RolloutStatistics
 from sglang_rollout.gateway.interface import TurnRequest
-from sglang_rollout.gateway.session_tree import joined
 from sglang_rollout.session import (
     ABORT_REPEAT_SECONDS,
     MAX_ENGINE_FAILURES,

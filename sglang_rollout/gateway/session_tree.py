@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -199,15 +198,12 @@ class SessionTree:
         if self._overflow is not None and self._overflow[0] is turns[-1]:
             state.append_unsampled(self._overflow[1])
             finish = FinishReason.LENGTH
-        turn_ids = np.array(state.turn_ids[start:], np.int16)
+        columns = state.response_columns(start)
+        turn_ids = columns["turn_ids"]
         turn_ids[turn_ids >= 0] -= len(before)
         return Segment(
             prompt_ids=np.array([*state.prompt_ids, *state.response_ids[:start]], np.int32),
-            response_ids=np.array(state.response_ids[start:], np.int32),
-            loss_mask=np.array(state.loss_mask[start:], np.bool_),
-            rollout_log_probs=np.array(state.log_probs[start:], np.float32),
-            turn_ids=turn_ids,
-            weight_versions=np.array(state.weight_versions[start:], np.int32),
+            **columns,
             finish_reason=finish,
             routed_experts=whole_column(state.routed_experts, state.length) if state.routed_tokens() else None,
             calls=tuple(turn.number for turn in turns),
@@ -258,22 +254,3 @@ def _state_of(path: Sequence[Turn], group_id: int = 0, index: int = 0, seed: int
 def seed_of(seed: int | None, draw: int) -> int | None:
     """The seed of one of the answers in a history (``Context.draws``); that of number 0 is ``seed`` itself."""
     return None if seed is None else (seed + 0x9E3779B97F4A7C15 * draw) & (2**63 - 1)
-
-
-def joined(first: GenerateResult | None, second: GenerateResult) -> GenerateResult:
-    """One turn that was sampled in two requests, the second of which went on from the first."""
-    if first is None:
-        return second
-    rows: list[Any] = [each.routed_experts for each in (first, second) if each.routed_experts is not None]
-    return replace(
-        second,
-        output_ids=[*first.output_ids, *second.output_ids],
-        log_probs=[*first.log_probs, *second.log_probs],
-        weight_versions=[*first.weight_versions, *second.weight_versions],
-        routed_experts=np.concatenate(rows) if rows else None,
-        routed_experts_start=next(
-            (each.routed_experts_start for each in (first, second) if each.routed_experts is not None), None
-        ),
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-    )

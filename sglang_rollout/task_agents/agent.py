@@ -24,7 +24,7 @@ from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.registry import Extension
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
-from megatron_retool.trajectory import FinishReason, Trajectory
+from megatron_retool.trajectory import TOKEN_COLUMNS, FinishReason, Trajectory
 from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.agent.loop import Generate, opened
 from sglang_rollout.agent.trajectory_state import TrajectoryState
@@ -199,13 +199,9 @@ def _row(state: TrajectoryState, segment: Segment, number: int) -> Trajectory:
     turns = segment.turn_ids.astype(np.int64)
     if len(calls):
         turns = np.where(turns >= 0, calls[np.maximum(turns, 0)], -1)
+    columns = {name: getattr(segment, name) for name in TOKEN_COLUMNS} | {"turn_ids": turns}
     return Trajectory(
-        prompt_ids=segment.prompt_ids,
-        response_ids=segment.response_ids,
-        loss_mask=segment.loss_mask,
-        rollout_log_probs=segment.rollout_log_probs,
-        turn_ids=turns.astype(np.int16),
-        weight_versions=segment.weight_versions,
+        **columns,
         group_id=state.group_id,
         index=state.index,
         finish_reason=segment.finish_reason,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.branching import joined
-from sglang_rollout.agent.trajectory_state import TrajectoryState
+from sglang_rollout.agent.trajectory_state import TrajectoryState, joined
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.session import RolloutError, first_without_rows, with_trusted_rows
 from tests.kit import traced_rows
