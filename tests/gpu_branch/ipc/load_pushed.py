@@ -14,7 +14,9 @@ from typing import Any
 
 import safetensors.torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "sglang_rollout" / "weight_sync" / "in_engine_process"))
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[3] / "sglang_rollout" / "engine" / "weight_sync" / "in_engine_process")
+)
 
 import load_into_engine_models
 
