@@ -92,10 +92,14 @@ class Records:
             text = str(value)
         except Exception:
             text = "<exception str() failed>"
+        name = kind.__name__
+        if name == "_IncompleteInputError":  # Python's own name, since 3.13, for code that ends too early
+            name = "SyntaxError"
+            lines = [line.replace(kind.__name__, name) for line in lines]
         self._left -= 1
         if self._left >= 0:
             kept = [line[:_MOST_ERROR_CHARACTERS] for line in lines[:_MOST_ERROR_LINES]]
-            self.write(error={"ename": kind.__name__, "evalue": text[:_MOST_ERROR_CHARACTERS], "traceback": kept})
+            self.write(error={"ename": name, "evalue": text[:_MOST_ERROR_CHARACTERS], "traceback": kept})
 
 
 def make_shell(records: Records) -> Any:

@@ -73,13 +73,12 @@ def test_outcomes(
 
 def test_traceback_shows_the_codes_own_frames_alone(sandbox: Sandbox) -> None:
     result = sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
-    assert result.stderr.splitlines() == [
+    assert [line for line in result.stderr.splitlines() if line.strip(" ~^")] == [  # Pythons underline other parts
         "Traceback (most recent call last):",
         '  File "main.py", line 4, in <module>',
         "    f(0)",
         '  File "main.py", line 2, in f',
         "    return 1 / x",
-        "           ~~^~~",
         "ZeroDivisionError: division by zero",
     ]
 
