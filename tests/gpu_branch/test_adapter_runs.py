@@ -83,7 +83,7 @@ def _take_turns(directory: Path, place: Path, settings: tuple[str, ...], world: 
         pytest.param("reductions overlap", "qwen3", 2, marks=pytest.mark.rare),
         pytest.param("bfloat16", "qwen3", 2, marks=pytest.mark.rare),
         pytest.param("moments in bfloat16", "qwen3", 1, marks=pytest.mark.rare),
-        ("plain optimizer", "qwen3", 1),
+        pytest.param("plain optimizer", "qwen3", 1, marks=pytest.mark.slow),
     ],
 )
 def test_runs_take_turns_on_a_gpu(

@@ -69,6 +69,7 @@ def _kept_as_the_doctor(directory: Path) -> list[StepFigure]:
     return learner_steps.fp8_parameters(DoctorSession(directory, 1))
 
 
+@pytest.mark.slow
 def test_weights_in_fp8_as_the_doctor_wants(reference: Path, on_gpus: Run) -> None:
     figures = on_gpus(_kept_as_the_doctor, reference)
     assert len(figures) == 2 and all(figure.value < figure.at_most for figure in figures), figures

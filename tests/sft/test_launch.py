@@ -28,6 +28,7 @@ from tests.kit.processes import descendants_named
 from tests.sft.conftest import QUIET, config_of, losses, metrics, with_name, with_sft
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_losses_as_one(config):
     config = with_sft(config, stages=config.sft.stages[1:])
     fine_tune(with_name(config, "one"), QUIET)

@@ -163,6 +163,7 @@ def test_what_stops_an_answer_is_its_last_token(engine: ForkedServer, model: Any
     assert (stopped.finish_reason, stopped.matched_stop) == ("stop", token)
 
 
+@pytest.mark.slow
 def test_the_models_own_end_stops_only_where_it_may(engine: ForkedServer, tokenizer: Any) -> None:
     """Sampled hot, the end comes up sooner or later."""
     hot = SamplingConfig(n=1, temperature=4.0)

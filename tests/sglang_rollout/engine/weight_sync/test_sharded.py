@@ -236,6 +236,7 @@ def test_real_engines_hold_what_the_ranks_sent(
         assert found["dead"] == [(urls[0],)] * world, "every rank knows which engine died while weights were sent"
 
 
+@pytest.mark.slow
 def test_every_familys_class_takes_halves_and_changes(tmp_path: Path) -> None:
     """SGLang's own class of every built-in family writes each parameter whole from what two ranks send, and then holds
     what whole weights make of it when only changes come (``weight_sync.delta``)."""
