@@ -1,4 +1,4 @@
-"""gpt-oss's router alone, against transformers' module; tests/parity has whole models and layouts."""
+"""gpt-oss's router against transformers' module; tests/parity has whole models and layouts."""
 
 from __future__ import annotations
 

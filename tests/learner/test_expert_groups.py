@@ -1,4 +1,4 @@
-"""Groups of experts chosen by their best one, alone; tests/parity has whole models and layouts."""
+"""Groups of experts chosen by their best one; tests/parity has whole models and layouts."""
 
 from __future__ import annotations
 

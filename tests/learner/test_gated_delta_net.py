@@ -1,4 +1,4 @@
-"""Gated delta net and gated attention alone, against transformers' modules; tests/parity has whole models."""
+"""Gated delta net and gated attention against transformers' modules; tests/parity has whole models."""
 
 from __future__ import annotations
 

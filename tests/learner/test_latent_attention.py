@@ -1,4 +1,4 @@
-"""Multi-head latent attention alone, against transformers' module; tests/parity has whole models and layouts."""
+"""Multi-head latent attention against transformers' module; tests/parity has whole models and layouts."""
 
 from __future__ import annotations
 

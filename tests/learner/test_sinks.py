@@ -1,4 +1,4 @@
-"""Attention sinks alone, against transformers' attention of gpt-oss; tests/parity has whole models and layouts."""
+"""Attention sinks against transformers' attention of gpt-oss; tests/parity has whole models and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse attention alone, against transformers' modules and plain formulas; tests/parity has models and layouts."""
+"""Sparse attention against transformers' modules and plain formulas; tests/parity has models and layouts."""
 
 from __future__ import annotations
 
