@@ -21,8 +21,8 @@ from typing import Any
 
 from megatron_retool.config.schema import expected, section_of, type_hints
 from megatron_retool.config.tree import Config
+from megatron_retool.installation import ROOT
 
-ROOT = Path(__file__).parents[2]
 ROOMS = ("megatron_retool", "sglang_rollout", "conversion", "tools")
 
 _HEAD = """# Configuration

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.installation import ROOT
 from megatron_retool.machine import cores, installed, memory_bytes, nvidia_smi
 from run_files import ENVIRONMENT_FILE
 from run_files.atomic_files import write_text
@@ -46,12 +47,11 @@ def environment() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str:
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():  # installed, maybe below another repository
+    if not (ROOT / ".git").exists():  # installed, maybe below another repository
         return ""
     try:
         return subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
